@@ -6,8 +6,8 @@
 
 namespace hack {
 
-// Implements what `CodeLanes` does. With `levels`, a code becomes a signed byte: up to 4 bits, twice its level, so that
-// nothing has to be corrected; with 8 bits, what it lies above 128.
+// Implements what `CodeLanes` does. With `levels`, a code becomes a signed byte. A code of up to 4 bits becomes twice
+// its level, so that the product needs no correction. A code of 8 bits becomes its difference to 128.
 template <bool levels>
 class AmxCodes {
  public:

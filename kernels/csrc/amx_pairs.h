@@ -1,5 +1,5 @@
-// Pages that are seen exactly, on a matrix unit that multiplies pairs in BF16 (AMX-BF16). What BF16 does not hold is cut
-// into parts that it does, and the parts' products are added up in FP32: FP16 takes two parts, FP32 three.
+// Pages that are seen exactly, on a matrix unit that multiplies pairs in BF16 (AMX-BF16). A number with too many bits
+// for BF16 is cut into parts in BF16, and the parts' products are added up in FP32. FP16 takes two parts, FP32 three.
 #pragma once
 
 #include "bf16_columns.h"
@@ -8,9 +8,9 @@
 
 namespace hack {
 
-// How many parts queries have, K and V, and weights. Queries in bfloat16 have one, and their weights two, which hold 16
-// bits: outputs are rounded to 8. `rounded`: K, V and weights are rounded to one part, as those of a model in bfloat16
-// without a codec are.
+// The number of parts of queries (q), of K and V (kv) and of weights (p). Queries in bfloat16 have one part. Their
+// weights have two, which hold 16 bits: enough for outputs that are rounded to 8. With `rounded`, K, V and weights are
+// rounded to one part, as in a model in bfloat16 without a codec.
 struct PairParts {
   int q;
   int kv;
@@ -55,7 +55,8 @@ class PairLanes {
     const int words = parts_.q * int(d) / 2;
     to_lanes<Amx>(reinterpret_cast<const std::byte*>(rows), 4 * words, query.rows, words, words,
                   reinterpret_cast<std::byte*>(q_));
-    // Parts of a number are each some 2^8 smaller than the one before; products beyond 2^24 are left out.
+    // Each part of a number is about 2^8 times smaller than the part before. `each_pair` leaves the smallest products
+    // out.
     each_pair(parts_.kv, parts_.q, [&](int of_k, int of_q) {
       for (std::size_t c = 0; c < d; c += kBfloatColumns)
         score_steps_[scores_++] = {std::int64_t(2 * (of_k * d + c)), std::int64_t(kLanes * 2 * (of_q * d + c))};
@@ -139,7 +140,7 @@ class PairLanes {
     return _mm512_and_si512(nearest, _mm512_set1_epi32(std::int32_t(0xFFFF0000)));
   }
 
-  // take(part, BF16) for each part of x; what the last does not hold is lost.
+  // Calls take(part, BF16) for each part of x. The remainder after the last part is lost.
   template <class Take>
   [[gnu::always_inline]] static void cut(Amx::F x, int parts, Take take) {
     for (int part = 0; part < parts; ++part) {
@@ -149,7 +150,7 @@ class PairLanes {
     }
   }
 
-  // use(i, j) for parts i and j whose product counts: the smallest are left out where there are many.
+  // Calls use(i, j) for parts i and j whose product counts. The smallest products are left out.
   template <class Use>
   static void each_pair(int first, int second, Use use) {
     const int most = first > second ? first : second;

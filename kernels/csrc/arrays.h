@@ -1,4 +1,4 @@
-// Tensors of torch as the kernels take them: borrowed for one call, every dtype, shape and stride checked.
+// Tensors of torch as the kernels take them: borrowed for one call, with every dtype, shape and stride checked.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -11,7 +11,7 @@
 namespace hack {
 namespace {
 
-constexpr int kItemsPerThread = 8;     // enough that a thread that falls behind costs little
+constexpr int kItemsPerThread = 8;     // so many that a slow thread delays the call little
 constexpr std::int64_t kMinSplit = 4;  // pages
 
 void check(bool holds, const std::string& message) {
@@ -26,7 +26,7 @@ std::string name_of(std::int64_t b) {
   return "sequence " + std::to_string(b);
 }
 
-// `total` rows are in the batch; `own_rests`: the page of a span's last row is in the pool, too.
+// The batch has `total` rows. With `own_rests`, the page of a span's last row is in the pool too.
 void check_span(const PageFormat& fmt, const Pool& pool, const Spans& spans, std::int64_t total, bool own_rests,
                 std::int64_t b) {
   const std::string which = name_of(b);
@@ -42,7 +42,7 @@ void check_span(const PageFormat& fmt, const Pool& pool, const Spans& spans, std
     }
 }
 
-// Pages that an item reads, as codes or exactly, its own among them.
+// The number of pages that an item reads, as codes or exactly. Its own page counts.
 std::int64_t pages_of(const AttendItem& item) {
   return item.last - item.first + item.earlier_count + 1;
 }

@@ -20,14 +20,14 @@ struct Spans {
   }
 };
 
-// Exact rows of sequences in flight, as `Window` places them; E pages in each slot.
+// Exact rows of sequences in flight, E pages in each slot, in the order of `Window`.
 struct Slots {
   const std::uint16_t* k;  // [count, heads, E·Π, D]
   const std::uint16_t* v;
   std::int64_t count;
 };
 
-// Rows of one call; k and v are null in decode, whose rows stand in the slots already.
+// Rows of one call. In decode k and v are null: the rows are in the slots already.
 struct Rows {
   const std::byte* q;  // [total, q_heads, D], tokens q_stride bytes apart
   std::int64_t q_stride;

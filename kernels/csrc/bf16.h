@@ -1,5 +1,5 @@
-// Attention on BF16 products with FP32 sums, on AVX-512 BF16: for models in bfloat16 on pages of FP16 rows, whose
-// values BF16 holds exactly (but for those below FP16's normal range).
+// Attention on BF16 products with FP32 sums, on AVX-512 BF16: for models in bfloat16 on pages of FP16 rows. BF16 holds
+// the values of these rows exactly, except for those below FP16's normal range.
 //
 // A page of BF16 rows is K [Π/16][D/2][16 tokens][2 channels], V [D/16][Π/2][16 channels][2 tokens]. page_tokens and
 // head_dim must be multiples of 64.
@@ -21,7 +21,7 @@ inline void narrow(const float* in, int n, std::uint16_t* out) {
   }
 }
 
-// sums[r][b] = Σ over pairs of NR rows of BF16 with NB blocks of 16 lanes; data `ahead` bytes on is prefetched.
+// sums[r][b] = Σ over pairs of NR rows of BF16 with NB blocks of 16 lanes. Data `ahead` bytes further on is prefetched.
 template <int NR, int NB>
 [[gnu::always_inline]] inline void pair_dots(const std::uint16_t* blocks, int pairs, std::int64_t ahead,
                                              const std::uint16_t* rows, int stride, __m512 (&sums)[NR][NB]) {

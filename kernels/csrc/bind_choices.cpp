@@ -55,7 +55,7 @@ const std::uint32_t* words_of(nb::handle allowed, const RowArray& logits) {
   return elements<const std::uint32_t>(words, Type::kInt, words.size());
 }
 
-// The next id of each row of logits [B, n], or why there is none, with one chooser a row.
+// The next id of each row of logits [B, n], with one chooser a row, or a negative number that says why there is none.
 std::vector<std::int64_t> choose(const Kernels& kernels, nb::handle logits, const nb::sequence& choosers,
                                  nb::handle faulty, nb::handle allowed) {
   const RowArray rows(logits, "logits");
@@ -78,7 +78,7 @@ std::vector<std::int64_t> choose(const Kernels& kernels, nb::handle logits, cons
   return ids;
 }
 
-// Of each row of logits [B, n]: the log-probability of its id, and its most probable ids with theirs.
+// For each row of logits [B, n]: the log-probability of its id, and its most probable ids with their log-probabilities.
 nb::list score(const Kernels& kernels, nb::handle logits, const std::vector<std::int64_t>& ids,
                const std::vector<std::int64_t>& tops) {
   const RowArray rows(logits, "logits");

@@ -1,4 +1,4 @@
-// What makes each kind of page format: a function, and its line in `bind_formats`.
+// Makers of page formats: each kind has a function, and its line in `bind_formats`.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -26,8 +26,8 @@ HackFormat make_hack_format(int head_dim, int page_tokens, int k_bits, int v_bit
                      own_k_codes, own_v_codes, seed});
 }
 
-// `gains` [heads, D/8, D, 8] in the order of level_format.h, and `weights` [heads, D], outlive the format. Both or
-// neither is None.
+// `gains` [heads, D/8, D, 8], in the order of level_format.h, and `weights` [heads, D] outlive the format. Either both
+// are None or neither is.
 LevelFormat make_level_format(int head_dim, int page_tokens, int k_bits, int v_bits, bool narrow_scales, int sink,
                               int recent, nb::handle gains, nb::handle weights) {
   if (!LevelWidths::has(k_bits) || !LevelWidths::has(v_bits)) refuse("levels have a width that no kernel takes");
@@ -42,7 +42,7 @@ LevelFormat make_level_format(int head_dim, int page_tokens, int k_bits, int v_b
   return LevelFormat(head_dim, page_tokens, k_bits, v_bits, narrow_scales, window, feedback, std::int64_t(heads));
 }
 
-// The shapes that kernels which read pages value by value take.
+// Refuses shapes that kernels which read pages value by value do not take.
 void check_read_shape(int head_dim, int page_tokens) {
   if (head_dim < 1 || head_dim > kMaxHeadDim || head_dim % 32) refuse("head_dim is not a multiple of 32 up to 256");
   if (page_tokens < 1 || page_tokens > kMaxPageTokens || page_tokens % 32)

@@ -57,7 +57,7 @@ PageList page_list(const Pool& pool, const Array& ids) {
   return list;
 }
 
-// `heads`: how many lists of pages a sequence may have, beside one for all heads.
+// A sequence has either one list of pages for all heads or `heads` lists.
 Spans spans_of(const nb::tuple& spans, std::size_t rows, int heads) {
   if (nb::len(spans) != 5) refuse("spans are (starts, counts, offsets, table, slots)");
   const Array starts(spans[0], "starts"), counts(spans[1], "counts"), offsets(spans[2], "offsets"),

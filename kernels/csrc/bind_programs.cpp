@@ -1,4 +1,4 @@
-// Programs: the calls of a step, taken down once and made again without Python.
+// Programs: the calls of a step, recorded once and made again without Python.
 #include <nanobind/nanobind.h>
 
 #include "bindings.h"
@@ -7,8 +7,8 @@ namespace hack {
 namespace {
 namespace bound {  // named like what they call
 
-// Calls `work` and takes down all calls of kernels that this thread makes meanwhile. What they were given is borrowed:
-// the caller keeps it.
+// Calls `work` and records all calls of kernels that this thread makes meanwhile. The program borrows their arguments:
+// the caller keeps them alive.
 Program record(const nb::callable& work) {
   if (recording != nullptr) refuse("this thread records already");
   Program program;

@@ -20,8 +20,8 @@ BlockWeight codes_of(nb::handle tensor, std::int64_t outputs, std::int64_t k) {
   return {static_cast<const std::byte*>(weight.data()), bits, int(blocks), int(outputs)};
 }
 
-// Row b of k, v [B, heads, D], number starts[b] of its sequence, to its place in slot slots[b]; one that is not finite
-// in FP16 is not written but set in faulty [B].
+// Writes row b of k, v [B, heads, D], number starts[b] of its sequence, to its place in slot slots[b]. A row that is
+// not finite in FP16 is not written; faulty[b] is set instead.
 void append(const Kernels& kernels, nb::handle open_k, nb::handle open_v, nb::handle starts, nb::handle slots,
             nb::handle k, nb::handle v, int sink, int recent, nb::handle faulty) {
   const Array keys(open_k, "open_k"), values(open_v, "open_v");
@@ -48,7 +48,7 @@ void append(const Kernels& kernels, nb::handle open_k, nb::handle open_v, nb::ha
   });
 }
 
-// Rows of k, v [T, H, D] in FP16, zeros where one is not finite, which sets its sequence in faulty [B].
+// Writes rows of k, v [T, H, D] in FP16. A row that is not finite becomes zeros and sets its sequence in faulty [B].
 void narrow(const Kernels& kernels, nb::handle k, nb::handle v, nb::handle counts, nb::handle faulty, nb::handle out_k,
             nb::handle out_v) {
   const RowArray k_rows(k, "k"), v_rows(v, "v");
@@ -71,7 +71,7 @@ void narrow(const Kernels& kernels, nb::handle k, nb::handle v, nb::handle count
   });
 }
 
-// The first `heads` heads of rows of x [T, H, D] by turns [T, D], in place.
+// Rotates the first `heads` heads of rows of x [T, H, D] by turns [T, D], in place.
 void rotate(const Kernels& kernels, nb::handle x, int heads, nb::handle turns) {
   const RowArray rows(x, "x");
   const std::size_t d = std::size_t(rows.inner()), count = std::size_t(rows.strips().count);
@@ -82,7 +82,8 @@ void rotate(const Kernels& kernels, nb::handle x, int heads, nb::handle turns) {
   });
 }
 
-// Rows of x [T, n], to which `more` [T, n] is added in place unless it is None, with weight [n], to out [T, n].
+// Adds `more` [T, n] to rows of x [T, n] in place, unless it is None. Writes the rows' norm with weight [n] to out [T,
+// n].
 void norm(const Kernels& kernels, nb::handle x, nb::handle more, nb::handle weight, float epsilon, nb::handle out) {
   const RowArray rows(x, "x"), to(out, "out");
   Strips added{};
@@ -128,7 +129,7 @@ void product(const Kernels& kernels, nb::handle x, nb::handle weight, nb::handle
   });
 }
 
-// As `product`, of a weight as codes (block_weight.py): [tiles, blocks, bytes].
+// `product` with a weight as codes (block_weight.py): [tiles, blocks, bytes].
 void block_product(const Kernels& kernels, nb::handle x, nb::handle weight, nb::handle bias, nb::handle out) {
   const RowArray rows(x, "x"), to(out, "out");
   const BlockWeight codes = codes_of(weight, to.elements(), rows.elements());
@@ -145,7 +146,7 @@ void block_product(const Kernels& kernels, nb::handle x, nb::handle weight, nb::
   });
 }
 
-// A matrix [outputs, k] of numbers or, with three dimensions, of codes; and rows times it.
+// A matrix [outputs, k], given as numbers or, in a tensor of three dimensions, as codes. It multiplies rows.
 class Matrix {
  public:
   Matrix(nb::handle weight, const RowArray& like, std::int64_t outputs, std::int64_t k) : outputs_(outputs), k_(k) {
@@ -170,8 +171,9 @@ class Matrix {
   BlockWeight codes_{};
 };
 
-// What a layer does after its attention, whose rows are mixed [T, m]: `out` [n, m], norm, `gate_up` [2 f, n], gate and
-// `down` [n, f]. Both results are added to x [T, n]; out gets its norm for the next layer. room: [T, n + 3 f].
+// The part of a layer after its attention, which gave mixed [T, m]. In turn: matrix `out` [n, m], norm, matrix
+// `gate_up` [2 f, n], gate and matrix `down` [n, f]. The results of `out` and `down` are added to x [T, n]; argument
+// out [T, n] gets the norm of x for the next layer. room: [T, n + 3 f].
 void finish_layer(const Kernels& kernels, nb::handle x, nb::handle mixed, nb::tuple matrices, nb::handle norm_weight,
                   nb::handle next_norm, float epsilon, nb::handle room, nb::handle out) {
   const RowArray rows(x, "x"), heads(mixed, "mixed"), space(room, "room"), to(out, "out");
@@ -215,7 +217,7 @@ void expect_within(const std::int64_t* ids, std::int64_t count, std::int64_t end
     if (ids[i] < 0 || ids[i] >= end) refuse("ids lie outside the rows");
 }
 
-// Rows `ids` of a weight of `count` rows, or all of them where that is None, to out [rows, k].
+// Rows `ids` of a weight of `count` rows, or all rows where `ids` is None, to out [rows, k].
 void unpack(const Kernels& kernels, nb::handle weight, std::int64_t count, nb::handle ids, nb::handle out) {
   const RowArray to(out, "out");
   const BlockWeight codes = codes_of(weight, count, to.elements());
@@ -245,8 +247,8 @@ HeadRows head_rows(const Kernels& kernels, const RowArray& rows) {
   return {rows.strips(), &kernels.rows_of(rows), bytes_of(rows.dtype())};
 }
 
-// Heads of rows x [T, H, D] by matrices [G, D, D], plus shift [G, D] unless it is None, to out [T, H, D]. Without
-// matrices x only changes its dtype. `rounded`: x is rounded to FP16 first.
+// Heads of rows x [T, H, D] times matrices [G, D, D], plus shift [G, D] unless it is None, to out [T, H, D]. Without
+// matrices x only changes its dtype. With `rounded`, x is rounded to FP16 first.
 HeadTurn head_turn(const Kernels& kernels, nb::handle x, nb::handle matrices, nb::handle shift, bool rounded,
                    nb::handle out) {
   const RowArray rows(x, "x"), to(out, "out");
@@ -271,7 +273,7 @@ HeadTurn head_turn(const Kernels& kernels, nb::handle x, nb::handle matrices, nb
   return part;
 }
 
-// Several of them, (x, matrices, shift, rounded, out) each.
+// Several head turns, each a tuple (x, matrices, shift, rounded, out).
 void turn_heads(const Kernels& kernels, nb::tuple parts) {
   std::vector<HeadTurn> turns;
   for (const nb::handle each : parts) {

@@ -18,7 +18,7 @@ Window make_window(int sink, int recent) {
 
 namespace {
 
-// A table of operations from another extension, built from the same sources: how the lab's rivals get at the engine.
+// Kernels on a table of operations from another extension built from the same sources, for the lab's rivals.
 Kernels kernels_of(const nb::capsule& table, int threads) {
   if (std::string_view(table.name()) != HACK_OPERATIONS) refuse("the operations were built from other sources");
   return Kernels(*static_cast<const Operations*>(table.data()), threads);

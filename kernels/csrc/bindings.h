@@ -1,5 +1,5 @@
-// The parts of the Python module hack_kernels._cpu, which binding.cpp puts together: arrays to pointers, with every
-// length checked, and nothing else.
+// The parts of the Python module hack_kernels._cpu, which binding.cpp puts together. They turn arrays into pointers and
+// check every length, and do nothing else.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -34,7 +34,7 @@ class Kernels {
   Engine engine_;
 };
 
-// Calls of kernels in their order, with the memory that they had: to be made again.
+// Recorded calls of kernels, in their order. `run` makes them again on the same memory.
 class Program {
  public:
   void add(std::function<void()> call) { calls_.push_back(std::move(call)); }
@@ -47,10 +47,10 @@ class Program {
   std::vector<std::function<void()>> calls_;
 };
 
-// The program that takes down this thread's calls; null: none does.
+// The program that records this thread's calls; null if none does.
 inline thread_local Program* recording = nullptr;
 
-// A call with all that it needs checked and at hand: takes it down where somebody records, and makes it.
+// Makes a call whose arguments are checked, and records it if a program is being recorded.
 template <class Call>
 void perform(Call call) {
   if (recording != nullptr) recording->add(call);
@@ -58,7 +58,7 @@ void perform(Call call) {
   call();
 }
 
-// Sums the time between its start and its stop, which are calls that a program takes down.
+// Sums the time between start and stop. A program records both calls.
 class Stopwatch {
  public:
   double seconds() const { return seconds_.load(std::memory_order_relaxed); }
@@ -73,7 +73,7 @@ class Stopwatch {
   std::atomic<double> seconds_{0};  // read by other threads
 };
 
-// Pages that a query sees exactly, as checked.
+// The window of pages that a query sees exactly. Raises std::invalid_argument if a kernel does not take it.
 Window make_window(int sink, int recent);
 
 void bind_formats(nb::module_& m);

@@ -1,5 +1,5 @@
-// Codes of 4 bits that meet rows of which most blocks have one digit (block_tiles.h): products of bytes to sums of 16 bits.
-// Lower digits are multiplied where one of the rows beside each other has some.
+// Codes of 4 bits times rows most of whose blocks have one digit (block_tiles.h): products of bytes to sums of 16 bits.
+// Lower digits are multiplied only where one of the rows taken together has a lower digit.
 #pragma once
 
 #include "block_tiles.h"
@@ -21,7 +21,7 @@ struct BlockDigits {
     });
   }
 
-  // Lower digits are left out: few blocks have some.
+  // Lower digits are not prefetched: few blocks have any.
   static void fetch(const RowBlock* x, int place) {
     __builtin_prefetch(x->codes[0][place]);
     __builtin_prefetch(x->codes[0][place + kTileGroup / 2]);
@@ -30,7 +30,7 @@ struct BlockDigits {
     __builtin_prefetch(x->fine + place);
   }
 
-  // sums [R, N] of a block. `from`: codes of N tiles as they rest, or those of one tile, widened.
+  // sums [R, N] of a block. `from` has the codes of N tiles as they rest, or the widened codes of one tile.
   template <int R, int N, bool wide>
   [[gnu::always_inline]] static void form_sums(const std::byte* from, std::int64_t tile_bytes, const RowBlock& x,
                                                int place, typename S::I (&sums)[R * N]) {

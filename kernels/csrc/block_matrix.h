@@ -1,4 +1,5 @@
-// Products with weights that rest as codes on a unit that multiplies whole tiles (AMX-INT8): the bits of block_product.h.
+// Products with weights that rest as codes, on a unit that multiplies whole tiles (AMX-INT8). Results have the same
+// bits as those of block_product.h.
 //
 // A tile of a weight is unpacked once for many rows of x. The unit forms the integer sums of a block for 16 rows at
 // once. They pass through memory, and vectors add blocks as those of block_product.h do.
@@ -43,8 +44,9 @@ WideTile widen_tile(const BlockItem& item, std::int64_t tile, std::byte* scratch
   return wide;
 }
 
-// Forms the sums [16 rows, 16] of both bytes of two blocks of 16 rows of x and of a tile, in tiles 0 to 3. The block past
-// the last one is read too: there is memory behind (`wide_tile_bytes`), and nobody adds its sums.
+// Forms sums in tiles 0 to 3: [16 rows, 16] for each of both bytes of two blocks of 16 rows of x, times a tile of w.
+// With an odd number of blocks it reads one block past the last. That memory exists (`wide_tile_bytes`); its sums are
+// unused.
 template <class S>
 [[gnu::always_inline]] inline void form_sums(const RowBlock* x, const std::int8_t* w) {
   S::tiles_see_memory();
@@ -73,8 +75,8 @@ template <class S, int tile>
   S::tiles_see_memory();
 }
 
-// 16 rows of x, from row `row` on, times a tile of w. The unit forms sums of two blocks while those of the two before are
-// added.
+// 16 rows of x, from row `row` on, times a tile of w. The unit forms sums of two blocks while vectors add the sums of
+// the two blocks before.
 template <class S, Dtype dtype, int bits>
 void matrix_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const WideTile& w) {
   alignas(64) std::int32_t sums[2][kMatrixBlocks][kRowBytes][kLanes * kLanes];
@@ -119,7 +121,7 @@ void matrix_rows(const BlockItem& item, std::int64_t last, std::byte* scratch) {
   }
 }
 
-// As block_product_of; what is left of 16 rows goes there.
+// Does what block_product_of does. Rows left over after groups of 16 go to block_product_of.
 template <class S, Dtype dtype>
 void block_matrix_product_of(const BlockItem& item, std::byte* scratch) {
   const std::int64_t last = item.first_row + (item.last_row - item.first_row) / kLanes * kLanes;

@@ -1,7 +1,8 @@
 // Products with weights that rest as codes (block_weight.py): blocks of 32 columns, 16 rows of a weight side by side.
 //
-// Values of x are rounded to one or two bytes, with a scale for each block. Sums within a block are integers. Blocks are added in
-// one order, each with one rounding. So every instruction set gives the same bits, whatever rows stand beside.
+// Values of x are rounded to one or two bytes, with a scale for each block. Sums within a block are integers. Blocks
+// are added in one order, each with one rounding. So every instruction set gives the same bits, and a row does not
+// depend on the rows beside it.
 #pragma once
 
 #include "rowwise.h"
@@ -31,8 +32,8 @@ struct BlockValues {
   typename S::F x[2];
 };
 
-// 32 values of x in whole units, of which the largest has `levels`. `scale` is what 1 in the lower digit is worth, or NaN if
-// a value is not finite.
+// 32 values of x in whole units; the largest value has `levels` units. `scale` is the value of 1 in the lower digit, or
+// NaN if a value is not finite.
 template <class S>
 struct RoundedBlock {
   template <Dtype dtype>
@@ -48,11 +49,11 @@ struct RoundedBlock {
   float scale;
 };
 
-// The size above which a block's largest value stands out of a row of k values. The largest value of each block is left
-// with its scales.
+// The size above which a block's largest value stands out of a row of k values. Each block's scale is set to its
+// largest value, for later use.
 template <class S, Dtype dtype>
 float standing_out(const std::byte* row, int k, RowBlock* block, int place) {
-  float total = 0.0f;  // one by one: every instruction set has to come to the same verdicts
+  float total = 0.0f;  // summed one by one, so that every instruction set comes to the same result
   const int blocks = k / kBlockColumns;
   for (int b = 0; b < blocks; ++b) {
     block[b].scales[place] = BlockValues<S, dtype>(row, b, k).largest();
@@ -61,7 +62,8 @@ float standing_out(const std::byte* row, int k, RowBlock* block, int place) {
   return total * (kStandsOut / float(blocks));
 }
 
-// A row of k values that meets codes of `bits` bits -> row `at` of `out`, each as two digits: 254 upper + lower.
+// Rounds a row of k values, for a product with codes of `bits` bits, to row `at` of `out`. A value becomes two digits:
+// 254 upper + lower.
 template <class S, Dtype dtype>
 void round_blocks(const std::byte* row, int k, int bits, const BlockRows& out, std::int64_t at) {
   RowBlock* block = out.group_of(at);
@@ -108,7 +110,7 @@ struct BlockScales {
     if constexpr (bits == 4) minimum = S::load(minima);
   }
 
-  // total + what the sums of a block add, of upper and of lower bytes, with a row of x.
+  // total plus the share of one block: the sums of its upper and lower bytes for a row of x, scaled.
   [[gnu::always_inline]] typename S::F add(typename S::F total, typename S::I upper, typename S::I lower,
                                            const RowBlock& x, int row) const {
     return add(total, S::fused(S::to_float(upper), S::splat(kDigitBase), S::to_float(lower)), x, row);
@@ -123,7 +125,7 @@ struct BlockScales {
   typename S::F minimum;
 };
 
-// Sums of a row of x and a tile of w, plus the bias, to the result.
+// Writes the sums of a row of x and a tile of w, plus the bias, to the result.
 template <class S, Dtype dtype>
 [[gnu::always_inline]] inline void write_block(const BlockItem& item, std::int64_t row, std::int64_t tile,
                                                typename S::F total) {
@@ -132,7 +134,7 @@ template <class S, Dtype dtype>
   store_lanes<S, dtype>(item.out + row * item.out_stride, at, item.outputs, total);
 }
 
-// Adds products of `digits` digits of R rows of x in a block, and of the codes of N tiles.
+// Adds to `sums` the products of `digits` digits of R rows of x with the codes of N tiles, in one block.
 template <class S, int bits, int R, int N, int digits>
 [[gnu::always_inline]] inline void add_dots(const std::byte* block, std::int64_t tile_bytes, const RowBlock* const (&x)[R],
                                             const int (&place)[R], typename S::I (&sums)[R * N][kRowBytes]) {

@@ -1,8 +1,8 @@
-// Products with weights that rest as codes, on units that have no product of bytes to sums of 32 bits (AVX2): the bits of
-// block_product.h.
+// Products with weights that rest as codes, on units that have no product of bytes to sums of 32 bits (AVX2). Results
+// have the same bits as those of block_product.h.
 //
-// `Codes` says how codes meet rows of x: `BlockWords` (block_words.h) or `BlockDigits` (block_digits.h). Where a tile of a
-// weight meets many rows, its codes are widened once.
+// `Codes` says how codes are multiplied by rows of x: `BlockWords` (block_words.h) or `BlockDigits` (block_digits.h).
+// Where a tile of a weight is multiplied by many rows, its codes are widened once.
 #pragma once
 
 #include "block_product.h"
@@ -11,7 +11,8 @@ namespace hack {
 
 inline constexpr int kTileGroup = 4;  // rows of x at a time, of one group
 
-// R rows of x, from row `row` on, of one group, times N tiles of w from `tile` on. `codes`: of the tile, widened, or null.
+// R rows of x of one group, from row `row` on, times N tiles of w from `tile` on. `codes`: widened codes of a tile or
+// null.
 template <class Codes, Dtype dtype, int R, int N, bool wide>
 void code_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const std::byte* codes) {
   static_assert(!wide || N == 1);
@@ -47,9 +48,9 @@ void widen_tile_codes(const BlockItem& item, std::int64_t tile, std::byte* codes
     Codes::widen(block, codes);
 }
 
-// As many rows of x as make whole groups of kTileGroup, times all tiles; returns the first row that is left. Two tiles at
-// a time fill a line of the cache with results, and read rows of x from the second-level cache half as often: `Codes` says
-// how many find room in the first-level cache.
+// Whole groups of kTileGroup rows of x, times all tiles. Returns the first row that is left. Two tiles at a time fill a
+// cache line with results and read rows of x from the second-level cache half as often. `Codes` says how many tiles fit
+// in the first-level cache.
 template <class Codes, Dtype dtype>
 std::int64_t wide_rows(const BlockItem& item, std::byte* scratch) {
   const std::int64_t bytes = std::int64_t(item.x.blocks) * Codes::kWideBlock;

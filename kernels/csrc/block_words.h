@@ -1,14 +1,14 @@
-// Codes that meet rows of which all blocks have two digits (block_tiles.h): products of words of 16 bits.
+// Codes times rows all of whose blocks have two digits (block_tiles.h): products of words of 16 bits.
 //
-// A value of x is one word. A step multiplies two columns of 16 rows of a weight, columns 0 and 2 or 1 and 3 of four: so a
-// shift and a mask make words of a vector of codes.
+// A value of x is one word. A step multiplies two columns of 16 rows of a weight: columns 0 and 2, or 1 and 3, of four.
+// In this order one shift and one mask turn a vector of codes into words.
 #pragma once
 
 #include "block_tiles.h"
 
 namespace hack {
 
-// As round_blocks: nearest(value / scale), in words.
+// Does what round_blocks does, in words: nearest(value / scale).
 template <class S, Dtype dtype>
 void round_words(const std::byte* row, int k, const BlockRows& out, std::int64_t at) {
   RowBlock* block = out.group_of(at);
@@ -44,7 +44,7 @@ struct BlockWords {
     __builtin_prefetch(bits == 8 ? static_cast<const void*>(x->starts[0] + place) : x->sums + place);
   }
 
-  // As BlockDigits::form_sums.
+  // Does what BlockDigits::form_sums does.
   template <int R, int N, bool wide>
   [[gnu::always_inline]] static void form_sums(const std::byte* from, std::int64_t tile_bytes, const RowBlock& x,
                                                int place, typename S::I (&sums)[R * N]) {

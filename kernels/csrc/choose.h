@@ -1,5 +1,5 @@
-// Rows of logits on their way to the next token (choosing.py has the definition): logits in FP64 with the largest of
-// each block, and weights. Operations are elementwise IEEE or comparisons, so every instruction set gives the same bits.
+// Steps from a row of logits to the next token (definition: choosing.py): logits in FP64 with the largest of each
+// block, and weights. Operations are elementwise IEEE or comparisons, so every instruction set gives the same bits.
 #pragma once
 
 #include <bit>
@@ -9,8 +9,9 @@
 
 namespace hack {
 
-// FP64 logits of a row [whole blocks], -inf where `allowed` (a bit for each id; null: all) has 0 and past n, and `tops`,
-// the largest of each block. False if the row holds NaN or its largest logit is infinite.
+// Writes the logits of a row to `values` [whole blocks] in FP64, and the largest of each block to `tops`. A logit is
+// -inf past n and where `allowed` (a bit for each id; null: all) has 0. False if the row has NaN or its largest is
+// infinite.
 template <class S, Dtype dtype>
 bool spread_row(const std::byte* row, int n, const std::uint32_t* allowed, double* values, double* tops) {
   constexpr float none = -std::numeric_limits<float>::infinity();

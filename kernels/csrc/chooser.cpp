@@ -30,7 +30,7 @@ bool before(const Candidate& a, const Candidate& b) {
   return a.value > b.value || (a.value == b.value && a.id < b.id);
 }
 
-// A row in FP64 and what is picked of it, in this thread's scratch memory, with room for whole blocks of n.
+// A row in FP64 and the values picked from it, in this thread's scratch memory, with room for whole blocks of n.
 struct Row {
   double* values;
   double* tops;  // of each block
@@ -82,7 +82,7 @@ void bar(const Row& row, const ChoiceRules& rules) {
   for (const auto& [id, value] : before) row.values[id] = value;
 }
 
-// Bias, barred ids and penalties, and the tops of the blocks that they touch.
+// Applies bias, barred ids and penalties, and renews the tops of the blocks that they change.
 void adjust(const Row& row, const Chooser& chooser) {
   const ChoiceRules& rules = chooser.rules();
   const auto touched = [&](std::int64_t id) {
@@ -121,7 +121,7 @@ std::int64_t pick(const Row& row, double least) {
   return count;
 }
 
-// Picks the first `size` ids in order, as a set, but for values below `floor`; returns how many.
+// Picks the first `size` ids in order, unsorted, without values below `floor`. Returns how many.
 std::int64_t pick_first(const Row& row, std::int64_t size, double floor) {
   double least = floor;
   if (size < row.blocks) {  // at least `size` values reach the `size`-th largest top
@@ -140,7 +140,7 @@ std::int64_t pick_first(const Row& row, std::int64_t size, double floor) {
   return size;
 }
 
-// Fills `candidates` with those of the `count` picked values whose weight is above `least`; returns how many.
+// Fills `candidates` with the picked values (`count` in all) whose weight is above `least`. Returns how many.
 std::int64_t heavier(const Row& row, std::int64_t count, std::int64_t least) {
   std::int64_t found = 0;
   for (std::int64_t i = 0; i < count; ++i) {
@@ -156,8 +156,8 @@ std::int64_t sum_of(const Candidate* first, const Candidate* last) {
   return sum;
 }
 
-// Narrows [first, last), of more than one value, to the bin of values in which the weights from `first` on reach
-// `target`, with bins in order; `target` loses the weights of the bins before.
+// Narrows [first, last), which has more than one value, to one bin of values. With bins in order, it is the bin where
+// the weights, summed from `first` on, reach `target`. `target` loses the weights of the bins before.
 void narrow_to_bin(Candidate*& first, Candidate*& last, std::int64_t& target, double most, double scale) {
   const auto bin = [&](const Candidate& c) { return std::min(int((most - c.value) * scale), kBins - 1); };
   std::int64_t sums[kBins] = {};
@@ -168,7 +168,7 @@ void narrow_to_bin(Candidate*& first, Candidate*& last, std::int64_t& target, do
   last = std::partition(first, last, [&](const Candidate& c) { return bin(c) == reached; });
 }
 
-// The same for its two halves.
+// Narrows [first, last) as narrow_to_bin does, to one of its two halves.
 void narrow_to_half(Candidate*& first, Candidate*& last, std::int64_t& target) {
   Candidate* middle = first + (last - first) / 2;
   std::nth_element(first, middle, last, before);
@@ -181,8 +181,8 @@ void narrow_to_half(Candidate*& first, Candidate*& last, std::int64_t& target) {
   }
 }
 
-// Brings the shortest prefix in order whose weights sum to at least `target`, 1 .. the sum of all, to the front, its
-// last candidate last. Returns its length.
+// Brings the shortest prefix (in order) whose weights sum to at least `target` to the front, its last candidate last.
+// `target` is 1 .. the sum of all weights. Returns the prefix's length.
 std::int64_t prefix(Candidate* all, std::int64_t count, std::int64_t target) {
   Candidate *first = all, *last = all + count;
   while (last - first > kSorted) {
@@ -199,7 +199,8 @@ std::int64_t prefix(Candidate* all, std::int64_t count, std::int64_t target) {
   return first + 1 - all;
 }
 
-// What the weights of a prefix must reach, 1 .. total, to have `share` of them or, `beyond`, to exceed it.
+// The sum, 1 .. total, that the weights of a prefix must reach to equal `share` of `total` or, if `beyond`, to exceed
+// it.
 std::int64_t target_of(double share, std::int64_t total, bool beyond) {
   const double sum = share * double(total);
   return std::clamp<std::int64_t>(beyond ? std::int64_t(std::floor(sum)) + 1 : std::int64_t(std::ceil(sum)), 1, total);
@@ -220,8 +221,9 @@ std::int64_t draw(const RowOperations& operations, const Row& row, const Chooser
   const double u = uniform(rules.seed, std::uint64_t(chooser.emitted()));
   const bool cut = rules.top_p < 1;
   std::int64_t target = cut ? target_of(rules.top_p, total, false) : target_of(u, total, true);
-  // Candidates of weight up to `light` follow the one that reaches the target: all that come after a first one of them
-  // sum to less than what lies beyond it. (Weights fall in order but for the rounding of exp, by 1.)
+  // The prefix that reaches the target holds no candidate of weight up to `light`. Such a candidate and all that follow
+  // it weigh at most light + 1 each (weights fall in order, except for a rounding error of 1 in exp). Their sum is
+  // therefore less than total - target, so the candidates before them reach the target.
   const std::int64_t light = std::max<std::int64_t>((total - target) / count - 2, 0);
   Candidate* all = row.candidates;
   count = prefix(all, heavier(row, count, light), target);

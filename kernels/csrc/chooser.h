@@ -31,7 +31,7 @@ struct Seen {
   std::int64_t times;  // in the output
 };
 
-// The rules of one sequence, and its tokens so far as far as the rules ask for them.
+// The rules of one sequence, and those facts about its tokens so far that the rules need.
 class Chooser {
  public:
   Chooser(ChoiceRules rules, const std::vector<std::int64_t>& prompt);
@@ -79,8 +79,8 @@ struct Scores {
   std::vector<std::pair<std::int64_t, double>> best;
 };
 
-// Of each row of logits [count, n]: the score of ids[row], and the tops[row] best; NaN and none if it holds NaN or its
-// largest is infinite.
+// For each row of logits [count, n]: the score of ids[row], and the tops[row] best ids. A row that has a NaN or an
+// infinite largest logit gets the score NaN and no best ids.
 std::vector<Scores> score(const RowOperations& operations, int threads, const Strips& logits, int n,
                           const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& tops);
 

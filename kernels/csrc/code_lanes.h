@@ -15,7 +15,7 @@ class CodeLanes {
 
   // Bytes of codes [n, elements] for `arrange`.
   static constexpr std::size_t bytes(int n, int elements) { return std::size_t(n) * elements; }
-  // Words of a row of a tile, of which those past its elements are unused.
+  // Words of a row of a tile. Words past its elements are unused.
   static constexpr int depth(int elements) { return lane_rows(elements / kQuad); }
   // A level is step · (byte - offset).
   static constexpr float step(int) { return 1; }

@@ -1,5 +1,5 @@
-// Prefill on pages that are seen exactly: those of FP16 rows, or that a reader gives (rows.h). `FloatLanes` multiplies in
-// FP32; an instruction set may have another class of that form (amx_pairs.h).
+// Prefill on pages that are seen exactly: pages of FP16 rows, or pages that a reader gives (rows.h). `FloatLanes`
+// multiplies in FP32; an instruction set may have another class of that form (amx_pairs.h).
 #pragma once
 
 #include "lane_products.h"
@@ -40,9 +40,9 @@ class FloatLanes {
       }
     }
   }
-  // Rows that the products take, the last of them zeros; a multiple of 4.
+  // The number of rows that the products take, a multiple of 4. Rows past those given are zeros.
   int total() const { return total_; }
-  // What scores still have to be multiplied by.
+  // The factor by which scores still have to be multiplied.
   float scale() const { return 1.0f; }
 
   // [total, NV, 16] of the tile from r0 on.
@@ -69,8 +69,8 @@ class FloatLanes {
   int total_ = 0;
 };
 
-// Turns scores [total, NV, 16] times `scale` into weights relative to the state's maxima, in place, and adds them to the
-// state. With `seen`, the tile's row r sees the first seen[r] keys.
+// Turns scores [total, NV, 16] times `scale` into weights relative to the state's maxima, in place, and adds them to
+// the state. With `seen`, the tile's row r sees the first seen[r] keys.
 template <class S, int NV>
 void weigh_exact_lanes(const PageFormat& fmt, const LaneState& state, int r0, int total, float scale, const float* seen,
                        float* scores) {
@@ -110,8 +110,8 @@ void weigh_exact_lanes(const PageFormat& fmt, const LaneState& state, int r0, in
   });
 }
 
-// Attention to the page that `products` has open. Row r of the query sees the first seen(r) of its keys, which does not
-// fall with r; the first `whole` are seen by all. `scores` is [Π, NV, 16].
+// Attention to the page that `products` has open. Row r of the query sees the page's first seen(r) keys; seen(r) does
+// not fall as r grows. All rows see the first `whole` keys. `scores` is [Π, NV, 16].
 template <class S, class Products, class Seen>
 void attend_open_page(const PageFormat& fmt, Products& products, int rows, const LaneState& state, float* scores,
                       int whole, Seen seen) {

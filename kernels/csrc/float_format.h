@@ -20,8 +20,8 @@ struct SmallFloat {
 using FloatShapes = OneOf<0x43, 0x32, 0x23, 0x21>;
 inline constexpr SmallFloat kE4M3{4, 3, 448.0f};
 
-// What a code is multiplied by: FP32 of the page; a power of two of the block (E8M0); E4M3 of the block times FP32 of
-// the page, the *gain*.
+// The factor of a code: an FP32 of the page; a power of two of the block (E8M0); or an E4M3 of the block times an FP32
+// of the page, the *gain*.
 enum class Scaling : int { kPage, kPower, kTwofold };
 
 struct FloatFormat : PageFormat {

@@ -22,7 +22,7 @@ template <class S, int exponent, int mantissa>
 struct FloatRows {
   PackedRows<S, 1 + exponent + mantissa> codes;
   const float* scale;  // [Π, D / block], or one
-  int row_scales;      // between rows
+  int row_scales;      // scales from one row to the next
   int block_shift;
 
   [[gnu::always_inline]] typename S::F at(int t, int c) const {
@@ -32,7 +32,7 @@ struct FloatRows {
   [[gnu::always_inline]] void fetch(int t, int c) const { codes.fetch(t, c); }
 };
 
-// Factors of the blocks of K or V of a page, with the difference of biases.
+// Factors of the blocks of K or V of a page. They include the difference of biases.
 template <class S>
 void read_scales(const FloatFormat& fmt, const ConstFloats& side, float* scales) {
   const float unbias = power_of_two(kHalfBias - fmt.element.bias());
@@ -117,10 +117,12 @@ template <class S>
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x), sign = bits >> 31;
   const float size = std::bit_cast<float>(bits & 0x7FFFFFFFu);
   const float clamped = size < of.largest ? size : of.largest;
-  // The exponent in whose binade the step is 2^-mantissa_bits of it; subnormals have that of the smallest normal.
+  // The exponent of the value's binade, whose step is 2^-mantissa_bits times its least number. Subnormals take the
+  // exponent of the smallest normal.
   const std::uint32_t least = std::uint32_t(128 - of.bias()) << 23;
   const std::uint32_t own = std::bit_cast<std::uint32_t>(clamped) & 0x7F800000u, exponent = own > least ? own : least;
-  // In the binade of `shift` a step is the last bit: the sum rounds to it, and its lower bits count the steps.
+  // The last bit of numbers in the binade of `shift` is one step. So the sum rounds to steps and counts them in low
+  // bits.
   const std::uint32_t shift = exponent + (std::uint32_t(23 - of.mantissa_bits) << 23) + 0x00400000u;
   const std::uint32_t steps = std::bit_cast<std::uint32_t>(clamped + std::bit_cast<float>(shift)) - shift;
   const std::uint32_t code = (((exponent - least) >> 23) << of.mantissa_bits) + steps;
@@ -143,7 +145,7 @@ float largest_of(const float* x, int n) {
   return S::reduce_max(most);
 }
 
-// One of K and V of a page: reference/floats.py has the definition.
+// Quantizes K or V of a page; reference/floats.py has the definition.
 template <class S>
 void quantize_floats(const FloatFormat& fmt, const std::uint16_t* rows, const Floats& to, Arena<S> arena) {
   const int n = int(fmt.elements()), d = fmt.head_dim, size = fmt.block;
@@ -155,7 +157,7 @@ void quantize_floats(const FloatFormat& fmt, const std::uint16_t* rows, const Fl
     const float largest = largest_of<S>(x, n);
     const float most = fmt.scaling == Scaling::kPage ? fmt.element.largest : kE4M3.largest * fmt.element.largest;
     whole = largest / most;
-    // A division that rounded down would push the largest value past the element's.
+    // If the division rounded down, the largest value would lie beyond the element's largest.
     if (fmt.scaling == Scaling::kPage && whole * most < largest)
       whole = std::bit_cast<float>(std::bit_cast<std::uint32_t>(whole) + 1);
     if (whole == 0.0f) whole = 1.0f;

@@ -14,7 +14,7 @@ struct Grouped {
   int bits;
   bool by_channel;  // a group is `group` rows of a channel; else `group` channels of a row
   int group;
-  int centre;  // 0: a group has a minimum; else codes lie around this one, which stands for 0, and s is s / centre
+  int centre;  // 0: a group has a minimum; else code `centre` stands for 0, and a step is the stored scale / centre
 
   constexpr int levels() const { return centre != 0 ? 2 * centre : (1 << bits) - 1; }
 };

@@ -1,4 +1,4 @@
-// Kind::kGroups: codes that become s·c + m where they are read, as the rivals publish them (KIVI; CacheGen's bins).
+// Kind::kGroups: codes that become s·c + m when they are read, as in the rivals' papers (KIVI; CacheGen's bins).
 #pragma once
 
 #include "group_format.h"
@@ -12,7 +12,7 @@ struct GroupRows {
   const float* scale;
   const float* minimum;
   int row_groups;  // by channel: D; else D / group
-  int shift;       // of the number of a row or of a channel to that of its group
+  int shift;       // group = row (by channel) or channel (by row) >> shift
 
   [[gnu::always_inline]] typename S::F at(int t, int c) const {
     const auto code = S::bytes_to_float(codes.at(t, c));
@@ -86,7 +86,7 @@ class GroupPages {
     const int d = fmt_.head_dim;
     const auto with = [&](auto bits, auto by_channel) __attribute__((always_inline)) {
       const auto reader = [&](const ConstGroups& codes) -> GroupRows<S, bits, by_channel> {
-        // A row is one group where a group is as long as it, of whatever length.
+        // A group that is a whole row may have any length; a shift by 31 gives it the number 0.
         const int shift = of.group == d && !by_channel ? 31 : std::countr_zero(unsigned(of.group));
         return {{codes.codes, codes.high, d}, factors.scale, factors.minimum, by_channel ? d : d / of.group, shift};
       };
@@ -106,7 +106,7 @@ class GroupPages {
   GroupSides<ConstGroups> page_{}, next_{};
 };
 
-// Codes of a row from `low` and `step`, which are given for every 16 channels: to nearest, halves up.
+// Codes of 16 channels of a row, where x = low + step · code: to nearest, halves up.
 template <class S>
 [[gnu::always_inline]] inline void store_codes(typename S::F x, typename S::F low, typename S::F step, float levels,
                                                std::uint8_t* codes) {
@@ -180,7 +180,7 @@ void quantize_by_token(const GroupFormat& fmt, const Grouped& of, const std::uin
   }
 }
 
-// Codes around `centre`, whose step is the largest magnitude of the row over it: to nearest, ties to even.
+// Codes around `centre`: to nearest, ties to even. A row's step is its largest magnitude divided by `centre`.
 template <class S>
 void quantize_centred(const GroupFormat& fmt, const Grouped& of, const std::uint16_t* rows, const Groups& to,
                       std::uint8_t* codes) {
@@ -202,7 +202,7 @@ void quantize_centred(const GroupFormat& fmt, const Grouped& of, const std::uint
   }
 }
 
-// One of K and V of a page: reference/groups.py has the definition.
+// Quantizes K or V of a page; reference/groups.py has the definition.
 template <class S>
 void quantize_groups(const GroupFormat& fmt, const Grouped& of, const std::uint16_t* rows, const Groups& to,
                      Arena<S> arena) {

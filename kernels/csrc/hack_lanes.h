@@ -1,5 +1,5 @@
-// Prefill on pages of codes in the symmetric form: codes are unpacked once into bytes, rows lie in lanes (lanes.h). Codes
-// of Q and of P equal those of decode to the bit.
+// Prefill on pages of codes in the symmetric form: codes are unpacked once into bytes, rows lie in lanes (lanes.h).
+// Codes of Q and of P equal those of decode to the bit.
 #pragma once
 
 #include "code_lanes.h"
@@ -87,7 +87,7 @@ class HackLanes {
     merge<NV>(r0, state, tops, totals);
   }
 
-  // Adds partition g's share to the scores; `tops` are those of what stands there then.
+  // Adds partition g's share to the scores. `tops` become the largest scores so far.
   template <int NV>
   void add_scores(int g, int r0, float* scores, typename S::F (&tops)[NV]) const {
     const int pi = fmt_.page_tokens;
@@ -110,7 +110,7 @@ class HackLanes {
     }
   }
 
-  // Scores become codes in 0..127, four tokens to a word, and `totals` their sums.
+  // Turns scores into codes in 0..127, four tokens to a word. `totals` become the sums of the codes.
   template <int NV>
   void weigh(const float* scores, const typename S::F (&tops)[NV], typename S::F (&totals)[NV]) const {
     typename S::I total[NV];

@@ -10,7 +10,7 @@
 
 namespace hack {
 
-// Widths that divide a byte. K lies by token, V by channel, so most come in two.
+// Operations on codes of a width that divides a byte. K lies by token and V by channel, so most have two forms.
 template <class S, int bits>
 struct Width {
   static_assert(8 % bits == 0);
@@ -26,7 +26,7 @@ struct Width {
   static constexpr auto v_from_wire = hack::v_from_wire<S, bits>;
   static constexpr auto v_to_wire = hack::v_to_wire<S, bits>;
   static constexpr auto dequantize_v = hack::dequantize_v<S, bits>;
-  // Attention: of NR rows on packed codes, and codes to bytes for many rows.
+  // Attention of NR rows on packed codes; for many rows, codes to bytes.
   template <int NR>
   static constexpr auto scores = packed_scores<S, bits, NR>;
   template <int NR>
@@ -143,7 +143,7 @@ void attend_strips(const HackFormat& fmt, const Pool& pool, const AttendItem& it
   }
 }
 
-// Prompts in the symmetric form, whose own page is exact.
+// Attention of a prompt's rows in the symmetric form, with an exact own page.
 template <class S, class Codes, class Exact>
 void attend_code_lanes(const HackFormat& fmt, const Pool& pool, const AttendItem& item, const HackQuery& query,
                        Arena<S>& arena) {

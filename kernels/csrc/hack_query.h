@@ -6,7 +6,7 @@
 
 namespace hack {
 
-// Rows below which unpacking a page costs more than reading its packed codes again for every four rows.
+// Up to this number of rows, unpacking a page costs more than reading its packed codes again for every four rows.
 inline constexpr int kPackedRows = 12;
 
 // `scale` and `minimum` carry the factor log2(e) of `exact`.

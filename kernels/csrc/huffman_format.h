@@ -1,5 +1,5 @@
-// Pages of error-bounded codes under Huffman codes (Kind::kHuffman), the format HuffmanFormat of Python: x^ = (n + c)·s,
-// where the values of a unit share s and n, and codes c are coded with one of the alphabet's books.
+// Pages of error-bounded codes under Huffman codes (Kind::kHuffman), the format HuffmanFormat of Python. x^ = (n +
+// c)·s, where the values of a unit share s and n. Codes c are coded with one of the alphabet's books.
 #pragma once
 
 #include "page_format.h"
@@ -19,11 +19,12 @@ struct HuffmanSide {
   Unit unit;
   int symbols;
   int books;
-  std::int64_t room;          // bits of all codes of a page
+  std::int64_t room;          // bits that all codes of a page may take
   int rung_count;
-  float rungs[kMostRungs];    // shares of a unit's range that a step may be, ascending
-  const std::int32_t* codes;  // [books, symbols]: code, and from bit 16 on its bits
-  const std::int64_t* lookup;  // [books, 2^12]: bits of at most 4 symbols, they, bits of the first, and how many
+  float rungs[kMostRungs];    // possible steps, as shares of a unit's range, ascending
+  const std::int32_t* codes;  // [books, symbols]: the code, and from bit 16 on its length in bits
+  const std::int64_t* lookup;  // [books, 2^12]: from bit 0 on the length of up to 4 symbols, from 8 the symbols,
+                               // from 40 the length of the first, from 56 their number
 
   constexpr std::size_t coded_bytes() const { return std::size_t(room + 7) / 8 + kSlices + kSlackBytes; }
 };
@@ -62,7 +63,7 @@ template <class Byte, class Half, class Short>
 struct BasicHuffman {
   Half* step;
   Short* first;
-  Byte* book;  // and the symbol that is its centre
+  Byte* book;  // [2]: the book, and the centre: the code of its symbol 0
   Short* sizes;
   Byte* coded;
 };

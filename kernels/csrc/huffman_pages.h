@@ -1,5 +1,5 @@
-// Kind::kHuffman: a page's codes are decoded when it is opened, into a thread's scratch memory, a byte each, and queries
-// read those. Nothing else of a page is ever decoded (KVComp).
+// Kind::kHuffman: when a page is opened, its codes are decoded into a thread's scratch memory, a byte each. Queries
+// read these bytes. Nothing else of a page is ever decoded (KVComp).
 #pragma once
 
 #include "group_pages.h"
@@ -7,7 +7,7 @@
 
 namespace hack {
 
-// Bits of a page's stream from one on, and where the symbols go that they stand for.
+// A slice of a page's stream: the next bit to read, and the place of its symbols.
 struct Slice {
   std::uint32_t at;
   std::uint8_t* out;
@@ -16,9 +16,10 @@ struct Slice {
 
 inline constexpr int kSideBySide = 4;
 inline constexpr int kMostAtOnce = 4;  // symbols of an entry
-inline constexpr int kLookups = 4;     // that the bits of a word are enough for
+inline constexpr int kLookups = 4;     // look-ups for which one word has enough bits
 
-// `count` look-ups: the slice has at least `count` times `kMostAtOnce` symbols to come. Reads stay before bit `last` + 64.
+// Makes `count` look-ups. The slice must have at least `count` times `kMostAtOnce` symbols to come. Reads stay before
+// bit `last` + 64.
 template <class S, int count>
 [[gnu::always_inline]] inline void look_up(const std::uint8_t* coded, std::uint32_t last, const std::int64_t* lookup,
                                            Slice& slice) {
@@ -32,7 +33,7 @@ template <class S, int count>
     std::memcpy(slice.out, &symbols, sizeof symbols);
     slice.out += entry >> 56;
     word >>= entry & 63;
-    used += entry;  // whose lowest bits do not overflow
+    used += entry;  // the lowest 8 bits hold the sum of lengths and do not overflow
   });
   slice.at += used & 0xFF;
 }
@@ -51,7 +52,7 @@ template <class S>
   }
 }
 
-// The codes [elements] of K or V of a page. Any bytes decode to some: sizes, books and bits that are not ours do no harm.
+// The codes [elements] of K or V of a page. Any bytes decode to some codes: foreign sizes, books and bits do no harm.
 template <class S>
 void decode_codes(const HuffmanFormat& fmt, const HuffmanSide& of, const ConstHuffman& side, std::uint8_t* codes) {
   const std::size_t elements = fmt.elements(), count = elements / kSlices;
@@ -223,7 +224,7 @@ struct Choice {
 // The book and the centre with the fewest bits, the first of equals.
 template <class S>
 Choice choose_book(const HuffmanSide& of, const std::uint8_t* codes, std::size_t elements) {
-  std::int32_t seen[4][256] = {};  // by turns, so that equal codes do not wait for one another
+  std::int32_t seen[4][256] = {};  // four counters in turn, so that equal codes do not wait for one another
   for (std::size_t i = 0; i < elements; i += 4)
     for (int j = 0; j < 4; ++j) ++seen[j][codes[i + j]];
   std::int32_t all[kMostSymbols];
@@ -274,7 +275,7 @@ void encode_codes(const HuffmanSide& of, const Choice& choice, const std::uint8_
   }
 }
 
-// One of K and V of a page: reference/huffman.py has the definition.
+// Quantizes and codes K or V of a page; reference/huffman.py has the definition.
 template <class S>
 void seal_huffman_side(const HuffmanFormat& fmt, const HuffmanSide& of, const std::uint16_t* rows, const Huffman& to,
                        Arena<S> arena) {

@@ -59,7 +59,7 @@ template <class Unit, int NI, int NV>
   }
 }
 
-// out [n, NV, 16] = Σ_j a(i, j) b(j), added to what stands there if `adds`; n is a multiple of NI.
+// out [n, NV, 16] = Σ_j a(i, j) b(j), or += if `adds`; n is a multiple of NI.
 template <class Unit, int NI, int NV, bool adds>
 void lane_products(const Words& a, int n, int count, const void* b, void* out) {
   const auto* vectors = static_cast<const std::uint32_t*>(b);

@@ -1,9 +1,9 @@
-// Prefill: the rows of a query lie in the lanes of vectors, 16 to a vector. Maxima and sums of a row's scores then go from
-// vector to vector, and what belongs to a token or a channel is broadcast from memory, which costs no arithmetic.
+// Prefill: the rows of a query lie in the lanes of vectors, 16 to a vector. So maxima and sums of a row's scores go
+// from vector to vector. Values of a token or a channel are broadcast from memory, which costs no arithmetic.
 //
-// A *tile* is the rows that share a pass over a page: as many vectors NV of them as an instruction set has registers for.
-// What belongs to a tile from row r0 on begins `r0` rows up and has the vectors of its rows in the second place: values
-// of D channels are [D, NV, 16].
+// A *tile* is the rows that share a pass over a page: NV vectors, as many as an instruction set has registers for. The
+// data of the tile from row r0 on begin where the data of `r0` rows end. Their second dimension is the tile's vectors:
+// values of D channels are [D, NV, 16].
 #pragma once
 
 #include "query.h"
@@ -26,8 +26,8 @@ template <class S, class Use>
   }
 }
 
-// Running softmax as in `State`, but that `top` may lie below a row's largest score, by kHeadroom at most: then weights and
-// outputs are rarely scaled down.
+// Running softmax as in `State`, except that `top` may lie below a row's largest score, by kHeadroom at most. So
+// weights and outputs are rarely scaled down.
 struct LaneState {
   float* top;     // [R]
   float* weight;  // [R]
@@ -49,7 +49,7 @@ LaneState make_lane_state(const PageFormat& fmt, int rows, Arena<S>& arena) {
   return state;
 }
 
-// Lifts `top` of the tile's rows to `found` where that lies too far above. Rows do not depend on each other.
+// Lifts `top` of the tile's rows to `found` where `found` is more than kHeadroom above. A row depends on no other row.
 template <class S, int NV>
 void lift_tops(const PageFormat& fmt, const LaneState& state, int r0, const typename S::F (&found)[NV]) {
   float above = 0;
@@ -94,8 +94,8 @@ void rows_to_lanes(const std::byte* in, std::int64_t stride, int rows, int words
   }
 }
 
-// Rows [rows] of `words` words each to tiles [words, NV, 16]; a tile takes `depth` words a row. `in` is readable up to a
-// multiple of 16 words of a row, and what stands there is copied as well.
+// Rows [rows] of `words` words each to tiles [words, NV, 16]; a tile takes `depth` words a row. Every row of `in` must
+// be readable up to a multiple of 16 words; the words past its end are copied as well.
 template <class S>
 void to_lanes(const std::byte* in, std::int64_t stride, int rows, int words, int depth, std::byte* out) {
   each_lane_tile<S>(rows, [&](int r0, auto vectors) {

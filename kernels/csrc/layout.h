@@ -31,7 +31,7 @@ void pack_k(const PageFormat& fmt, const std::uint8_t* codes, std::uint8_t* out)
   }
 }
 
-// Tokens `first`.. of a page, to its end: codes [Π - first, D]. The tokens before stay as they are.
+// Packs tokens from `first` to the end of a page: codes [Π - first, D]. The tokens before stay as they are.
 template <class S, int bits>
 void pack_k_from(const PageFormat& fmt, int first, const std::uint8_t* codes, std::uint8_t* out) {
   const int block_bytes = fmt.head_dim / chunk_of(bits) * kVectorBytes;
@@ -105,7 +105,8 @@ using Word [[gnu::may_alias, gnu::aligned(1)]] = std::uint32_t;
   return reinterpret_cast<Word*>(bytes);
 }
 
-// K: 4·planes channels of a wire row of `planes` tokens are the words of those tokens' lanes, with fields transposed.
+// K: `planes` words on the wire hold 4·planes channels of `planes` tokens. With their fields transposed they are the
+// words of those tokens' lanes.
 template <class S, int bits>
 void turn_k(const Word* in, Word* out) {
   constexpr int kPlanes = planes_of(bits);

@@ -1,8 +1,8 @@
 // Pages of levels (Kind::kLevels), the format LevelFormat of Python: codes around zero, one scale a row.
 //
-// Codes rest as those of pages of codes do (hack_format.h). 3 bits are a plane of 2 and a plane of 1, which
-// meet in a register. A vector of highest bits belongs to two vectors of lower bits, the bits of one in the lower half
-// of every byte: of K to those of two blocks of 16 tokens, of V to two that follow one another.
+// Codes rest in the order of hack_format.h. Codes of 3 bits rest as a plane of 2 bits and a plane of 1 bit, which are
+// joined in a register. A vector of highest bits belongs to two vectors of lower bits; the first of the two has the
+// lower half of every byte. For K the two are of two blocks of 16 tokens, for V they follow one another.
 //   k_high [Π/32][D/16][16 tokens][4], token = 32p + 16h + lane, channel = 16c + 4f + i in bit 4h + f
 //   v_high [D/16][Π/32][16 channels][4], token = 32p + 16h + 4f + i in bit 4h + f
 #pragma once
@@ -19,9 +19,9 @@ using LevelWidths = OneOf<2, 3, 4, 8>;
 
 inline constexpr int kGainBlock = 8;
 
-// Of one KV head, or of all one after another; null: none.
+// Feedback of one KV head, or of all heads one after another. Null pointers: none.
 struct Feedback {
-  const float* gains;    // [D/8, D, 8]: what channel 8b + c feels of the level of channel i > 8b + c is at [b][i][c]
+  const float* gains;    // [D/8, D, 8]: at [b][i][c] the gain by which channel i > 8b + c acts on channel 8b + c
   const float* weights;  // [D]
 };
 
@@ -56,7 +56,7 @@ struct LevelFormat : PageFormat {
   }
   constexpr std::size_t code_bytes(int bits) const { return elements() * bits / 8; }
   constexpr std::size_t scale_bytes() const { return narrow_scales ? 1 : 2; }
-  // Where the scale of row t lies, of those that begin at `scales`.
+  // The place of row t's scale in the scales that begin at `scales`.
   template <class Byte>
   constexpr Byte* scale_of(Byte* scales, int t) const {
     return scales + t * scale_bytes();
@@ -97,7 +97,7 @@ template <class Page, class Planes>
   return {k, take(fmt.v_bits)};
 }
 
-// A code is a level plus this.
+// A code is a level plus its zero point.
 constexpr float zero_point(int bits) {
   return float((1 << bits) - 1) / 2;
 }

@@ -60,7 +60,7 @@ template <class S, int bits, bool of_k, int NR, int NB>
   }
 }
 
-// Products [NR, Π] of rows r0.. with a page: scores, but for the row's scale.
+// Products [NR, Π] of rows r0.. with a page: scores without the query rows' scales.
 template <class S, int bits, int NR>
 void level_scores(const LevelFormat& fmt, const ConstLevelPage& page, const ConstLevelPage& next,
                   const LevelQuery& query, int r0, float* scores) {
@@ -104,8 +104,8 @@ void level_values(const LevelFormat& fmt, const ConstLevelPage& page, const Cons
       });
 }
 
-// Attention of NR rows to a strip; `scores` and `codes` of P are [kStrip, NR, Π], `v_scale` is [kStrip, Π]. A pass of
-// weighing takes four rows, which must read the same scales: rows of a page are padded to four.
+// Attention of NR rows to a strip. `scores` is [kStrip, NR rounded up to 4, Π]; `v_scale` [Π] and the codes of P [4, Π]
+// are those of one page at a time. Weighing takes four rows with the same scales, so a page's rows are padded to four.
 template <class S, int NR>
 void level_rows(const LevelFormat& fmt, const LevelStrip& strip, const LevelQuery& query, int r0, State& state,
                 float* scores, float* v_scale, std::uint8_t* codes) {

@@ -20,7 +20,7 @@ void seal_levels(const PageFormat& format, Place place, const std::uint16_t* k, 
   LevelWidths::with(fmt.v_bits, [&](auto bits) { quantize_levels<S, bits, false>(fmt, v, {}, page.v, arena); });
 }
 
-// The highest bits of K between the wire's order, a byte for 8 tokens of a channel, and the order at rest.
+// Moves the highest bits of K between the wire's order (a byte for 8 tokens of a channel) and the order at rest.
 template <class S, bool to_wire>
 void move_k_highest(const PageFormat& fmt, const std::uint8_t* from, std::uint8_t* to) {
   constexpr std::uint32_t ones = 0x01010101u;
@@ -49,7 +49,7 @@ void move_k_highest(const PageFormat& fmt, const std::uint8_t* from, std::uint8_
   }
 }
 
-// Codes between the wire's order and the order at rest; scales are the same in both.
+// Moves codes between the wire's order and the order at rest. Scales are the same in both.
 template <class S, bool to_wire, class From>
 void move_levels(const LevelFormat& fmt, const From& from, const LevelPage& to) {
   LevelWidths::with(fmt.k_bits, [&](auto bits) {
@@ -115,7 +115,7 @@ void attend_level_lanes(const LevelFormat& fmt, const Pool& pool, const AttendIt
   write_lanes<S>(fmt, item, state);
 }
 
-// Prompts take the products of `Codes` and `Exact`.
+// A prompt's rows take the products of `Codes` and `Exact`.
 template <class S, class Codes, class Exact>
 void attend_levels(const PageFormat& format, const Pool& pool, const AttendItem& item, std::byte* scratch) {
   const LevelFormat& fmt = as_levels(format);

@@ -1,5 +1,5 @@
-// FP16 rows to levels, bit-equal to the definition in level_format.py. Lanes are tokens, so that every sum takes the
-// channels in the order that the format wants, and two vectors of rows hide each other's latencies.
+// FP16 rows to levels, bit-equal to the definition in level_format.py. Lanes are tokens, so every sum takes the
+// channels in the format's order. Two vectors of rows hide each other's latencies.
 #pragma once
 
 #include "arena.h"
@@ -16,17 +16,17 @@ inline constexpr float kTinyHalf = 0x1p-24f;
 inline constexpr int kSealedVectors = 2;
 inline constexpr int kSealedRows = kSealedVectors * kLanes;  // divides every page
 
-// Distance of levels that loses least of a normal variable of variance 1.
+// Distance of levels with the least error for a normal variable of variance 1.
 constexpr float level_step(int bits) {
   return bits == 2 ? 0.9957f : bits == 3 ? 0.586f : bits == 4 ? 0.3352f : 0.031f;
 }
 
-// What the scale of a row is multiplied by before its first codes under feedback.
+// The factor of a row's scale before its first codes under feedback.
 constexpr float level_stretch(int bits) {
   return bits == 2 ? 1.1f : 1.0f;
 }
 
-// A number of each of kSealedRows rows. Those of every channel rest as [D][kSealedRows].
+// One number for each of kSealedRows rows. Numbers of all channels rest as [D][kSealedRows].
 template <class S>
 struct EachRow {
   typename S::F at[kSealedVectors];
@@ -103,8 +103,8 @@ EachRow<S> fit_scales(const float* x, int d) {
   return scale;
 }
 
-// From the last channel on: value(c, v, Σ over i > c of (gain of c by i) · (value of channel i)) gives the value of
-// channel c for vector v of rows. `values` [D][kSealedRows].
+// Sets `values` [D][kSealedRows] from the last channel to the first. value(c, v, sum) gives the value of channel c for
+// vector v of rows, where sum is Σ over i > c of (gain of c by i) · (value of channel i).
 template <class S, class Value>
 [[gnu::always_inline]] inline void feed_back(const float* gains, int d, float* values, Value value) {
   constexpr int kBlock = S::kTileRows * S::kTileBlocks / kSealedVectors;  // as many sums as registers hold
@@ -134,8 +134,8 @@ template <class S, class Value>
   }
 }
 
-// Levels of rows of which b is `felt` [D][kSealedRows], by their scales; with `refit` these become the scales that fit
-// the levels best.
+// Levels of rows by their scales: step 5 of level_format.py, where b is `felt` [D][kSealedRows]. With `refit`, the
+// scales then become those that fit the levels best (step 6).
 template <class S, int bits, bool refit>
 void round_under_feedback(const LevelFormat& fmt, const Feedback& feedback, const float* felt, EachRow<S>& scale,
                           float* levels) {
@@ -155,7 +155,7 @@ void round_under_feedback(const LevelFormat& fmt, const Feedback& feedback, cons
     for (int v = 0; v < kSealedVectors; ++v) scale.at[v] = stored_scale<S>(fmt, S::div(dots.at[v], norm.at[v]));
 }
 
-// Levels of rows x [D][kSealedRows] under `feedback`, in place, and their scales. `felt` and `levels` are as large as x.
+// Levels of rows x [D][kSealedRows] under `feedback`, in place, and their scales. `felt`, `levels` are as large as x.
 template <class S, int bits>
 void feed_levels_back(const LevelFormat& fmt, const Feedback& feedback, float* x, EachRow<S>& scale, float* felt,
                       float* levels) {
@@ -193,7 +193,7 @@ void pack_k_levels(const PageFormat& fmt, int t, const float* levels, std::uint8
   }
 }
 
-// The highest bits of K in 3 bits: a half of every byte for each vector of rows.
+// The highest bits of K in 3 bits. Each vector of rows has one half of every byte.
 template <class S>
 void pack_k_highest(const PageFormat& fmt, int t, const float* levels, std::uint8_t* plane) {
   static_assert(kSealedVectors == 2);

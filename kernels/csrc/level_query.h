@@ -1,4 +1,4 @@
-// Q in 8 bits and P in 8 bits, for pages of levels. Both ways of multiplying share these lines.
+// Q in 8 bits and P in 8 bits, for pages of levels. Decode and prefill share this Q.
 #pragma once
 
 #include "level_format.h"
@@ -51,15 +51,15 @@ LevelQuery make_level_query(const LevelFormat& fmt, const AttendItem& item, Aren
   return {query, codes, scale, sums};
 }
 
-// P of one page for one row: Σ p, and the codes' factor and sum; code · scale = p · (the token's scale of V).
+// P of one page for one row: Σ p, and the codes' scale and sum. code · scale = p · (the token's scale of V).
 struct LevelWeights {
   float weight;
   float scale;
   float sum;
 };
 
-// Four rows of products with K [4, n], whose scores are `scale` times as large, and their largest scores -> codes [4, n] in
-// 0..127. `v_scale` [n].
+// Turns four rows of products with K, `scores` [4, n], into codes [4, n] in 0..127. A score is a product times its
+// row's `scale`; `tops` are the rows' largest scores. `v_scale` is [n].
 template <class S>
 void weigh_levels(float* scores, int n, const float* scale, const float* tops, const float* v_scale, std::uint8_t* codes,
                   LevelWeights* weights) {
@@ -98,7 +98,7 @@ struct LevelMerge {
   float correction;  // z Σ w'
 };
 
-// Adds the weights of one page to the state's weights; `takes` as of `take_maxima`.
+// Adds the weights of one page to the state's weights. `takes` come from `take_maxima`.
 template <class S, int NR>
 void merge_levels(State& state, int row, float zero, const float* takes, const LevelWeights* weights,
                   LevelMerge* merges) {

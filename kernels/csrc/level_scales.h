@@ -7,7 +7,7 @@ namespace hack {
 
 inline constexpr int kScaleShift = 7;  // of a byte to the bits of FP16
 inline constexpr int kLeastScale = 1;
-inline constexpr int kMostScale = 247;  // the largest that FP16 has as a number
+inline constexpr int kMostScale = 247;  // the largest byte that is a finite FP16
 
 // Positive FP16 to the nearest byte, ties to the even one.
 [[gnu::always_inline]] inline std::uint8_t byte_of_half(std::uint16_t half) {
@@ -20,7 +20,7 @@ inline constexpr int kMostScale = 247;  // the largest that FP16 has as a number
   return std::uint16_t(byte << kScaleShift);
 }
 
-// Those of rows t .. of a page, whose scales begin at `scales`.
+// The scales of 16 rows of a page from row t on. The page's scales begin at `scales`.
 template <class S>
 [[gnu::always_inline]] inline typename S::F load_row_scales(const LevelFormat& fmt, const std::uint8_t* scales, int t) {
   const std::uint8_t* at = fmt.scale_of(scales, t);
@@ -30,7 +30,7 @@ template <class S>
   return S::load_half(half);
 }
 
-// What `stored_scale` made.
+// Stores scales that `stored_scale` has rounded.
 template <class S>
 void store_row_scales(const LevelFormat& fmt, std::uint8_t* scales, int t, typename S::F scale) {
   std::uint8_t* at = fmt.scale_of(scales, t);

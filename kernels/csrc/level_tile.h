@@ -1,5 +1,5 @@
-// Prefill on pages of levels: codes are unpacked once into bytes, rows lie in lanes (lanes.h). Codes of Q and of P equal
-// those of decode to the bit.
+// Prefill on pages of levels: codes are unpacked once into bytes, rows lie in lanes (lanes.h). Codes of Q and of P
+// equal those of decode to the bit.
 #pragma once
 
 #include "code_lanes.h"
@@ -113,7 +113,8 @@ class LevelLanes {
     merge<v_bits, NV>(r0, state, tops, most, sums, totals);
   }
 
-  // Integer products take the tokens' scales; `tops` are the largest scores, which lack the rows' scales else.
+  // Multiplies the integer products by the tokens' scales, but not yet by the rows' scales. `tops` are the largest
+  // scores, with both.
   template <int bits, int NV>
   void scale_products(int r0, float* scores, typename S::F (&tops)[NV]) const {
     typename S::F correction[NV];
@@ -135,7 +136,8 @@ class LevelLanes {
     unrolled<NV>([&](auto v) { tops[v] = S::mul(tops[v], S::load(scale_ + r0 + v * kLanes)); });
   }
 
-  // What `scale_products` leaves becomes weights p times the token's scale of V; Σ p and the largest product.
+  // Turns the products of `scale_products` into weights p times the token's scale of V. `sums` are Σ p, and `most` the
+  // largest of these weights.
   template <int NV>
   void weigh(int r0, float* scores, const typename S::F (&tops)[NV], typename S::F (&most)[NV],
              typename S::F (&sums)[NV]) const {
@@ -158,7 +160,7 @@ class LevelLanes {
     }
   }
 
-  // Weights become codes in 0..127, four tokens to a word; `totals` are their sums, if asked for.
+  // Turns weights into codes in 0..127, four tokens to a word. With `sum`, `totals` are the sums of the codes.
   template <bool sum, int NV>
   void round_weights(const float* weights, const typename S::F (&most)[NV], typename S::F (&totals)[NV]) const {
     typename S::F steps[NV];

@@ -6,7 +6,8 @@
 
 namespace hack {
 
-// Minimax of 2^x on [0, 1] among the polynomials that are exactly 1 at 0, from the highest power down to the first.
+// Coefficients, from the highest power down to the first, of the minimax of 2^x on [0, 1] among polynomials with 1 at
+// 0.
 template <int degree>
 inline constexpr float kExp2[degree] = {};
 template <>

@@ -2,8 +2,8 @@
 //
 // A tile of a weight is 16 of its rows and 32 columns, wherever they lie in memory. Only x is rewritten, once a call:
 // in pairs of columns, [steps of 32 columns][16 pairs][rows][2], so that rows of x become columns of a tile. The unit
-// forms a sum for every row of x alone, in steps of 32 columns: a row does not depend on the rows beside it.
-// As for the library, numbers below the normal range count as 0.
+// forms the sum of every row of x alone, in steps of 32 columns. So a row does not depend on the rows beside it. As in
+// the library, numbers below the normal range count as 0.
 #pragma once
 
 #include "bf16_columns.h"
@@ -19,7 +19,7 @@ constexpr int tile_steps(int k) {
   return (k + kTileColumns - 1) / kTileColumns;
 }
 
-// Up to `slots` rows of x in pairs. A turn of 16 vectors serves as many steps as fit beside one another.
+// Up to `slots` rows of x in pairs. One transpose of 16 vectors serves 16 / slots steps.
 template <class S>
 void pair_rows(const std::byte* x, std::int64_t stride, int rows, int slots, int k, std::byte* out) {
   const int together = kLanes / slots;
@@ -60,7 +60,7 @@ template <int groups, int blocks>
   }
 }
 
-// Sums of rows of a weight from `first` on with rows of x in pairs, `slots` of them in a tile; they go to `out`.
+// Writes to `out` the sums of rows of a weight, from `first` on, with rows of x in pairs, `slots` of them in a tile.
 template <class S, int groups, int blocks>
 [[gnu::always_inline]] inline void tile_sums(const ProductItem& item, const std::byte* pairs, int slots,
                                              std::int64_t first, float* out) {
@@ -96,7 +96,7 @@ template <class S, int groups, int blocks>
   S::tiles_see_memory();
 }
 
-// Those sums, plus the bias, to rows of out from `row` on.
+// Writes the sums of `tile_sums`, plus the bias, to rows of out from `row` on.
 template <class S, int groups, int blocks>
 void write_sums(const ProductItem& item, const float* sums, int slots, std::int64_t first, int row) {
   const int together = kLanes / slots;
@@ -116,8 +116,8 @@ void write_sums(const ProductItem& item, const float* sums, int slots, std::int6
   }
 }
 
-// Rows of x that `pair_rows` has made, 16 at a time and `x_stride` apart, times a range of rows of w. Where there are
-// more than 16, a further 16 may be read.
+// Rows of x as `pair_rows` arranges them, 16 at a time and `x_stride` apart, times a range of rows of w. If there are
+// more than 16 rows, 16 rows past the last may be read.
 template <class S>
 void paired_product_block(const ProductItem& item, std::byte*) {
   alignas(64) float sums[4 * kLanes * kLanes];

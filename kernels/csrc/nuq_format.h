@@ -1,5 +1,5 @@
-// Pages of codes on non-uniform levels with outliers aside (Kind::kNuq), the format NuqFormat of Python: x^ = pole·r + z
-// with z and r from the range of a vector, which is the rows of a channel of K, or the channels of a row of V.
+// Pages of codes on non-uniform levels with outliers aside (Kind::kNuq), the format NuqFormat of Python. x^ = pole·r +
+// z, with z and r from the range of a vector. A vector is the rows of a channel of K, or the channels of a row of V.
 #pragma once
 
 #include "packed_rows.h"
@@ -15,14 +15,14 @@ inline constexpr int kOutliers = 2;  // of a vector
 struct NuqSide {
   int bits;
   bool by_channel;
-  bool ranged;  // pages say the ranges of vectors
+  bool ranged;  // pages hold the ranges of vectors
   float poles[kMostPoles];  // 2^bits, ascending, and zeros
 };
 
-// What a calibration knows; null: pages say the range of K, which rests as it came.
+// Tables of a calibrated format. Null: pages hold the range of K, and K rests as the model has it, rotated.
 struct NuqTables {
   const float* k_range;      // [2, known_heads, D]: lo and hi
-  const float* row_turns;    // [Π, D]: cosines and then sines by which rows turn from the page's first on
+  const float* row_turns;    // [Π, D]: cosines, then sines, of each row's rotation relative to the page's first row
   const float* frequencies;  // [D/2]: radians from row to row
 };
 

@@ -1,5 +1,6 @@
-// Kind::kNuq: codes that are looked up among a layer's poles, outliers in their places, keys turned to their positions
-// (KVQuant). A page becomes FP32 rows in a thread's scratch memory when it is opened, and queries read those.
+// Kind::kNuq: codes are looked up among a layer's poles, outliers are put in their places, and keys are rotated to
+// their positions (KVQuant). When a page is opened, it becomes FP32 rows in a thread's scratch memory. Queries read
+// these rows.
 #pragma once
 
 #include <limits>
@@ -19,7 +20,7 @@ struct WideRows {
   [[gnu::always_inline]] void fetch(int, int) const {}
 };
 
-// z and r of vectors, which lie between lo and hi.
+// z and r of vectors: the middle and half the width of the range lo .. hi.
 struct NuqReach {
   float* middle;
   float* reach;
@@ -31,7 +32,7 @@ template <class S>
   to.reach[i] = (high - low) * 0.5f;
 }
 
-// Of the vectors of K or V of a page; `head` is the model's.
+// Sets z and r of the vectors of K or V of a page. `head` counts the heads of the model.
 template <class S>
 void read_reach(const NuqFormat& fmt, const NuqSide& of, const std::uint16_t* range, int head, const NuqReach& to) {
   const int count = fmt.vectors(of);
@@ -62,7 +63,7 @@ void look_up_rows(const NuqFormat& fmt, const NuqSide& of, const ConstNuq& side,
   }
 }
 
-// A page that came over a wire may name any place; one outside counts as the last.
+// A page that came over a wire may name any place. A place outside counts as the last.
 template <class S>
 void put_outliers(const NuqFormat& fmt, const NuqSide& of, const ConstNuq& side, float* rows) {
   const int count = fmt.vectors(of), d = fmt.head_dim, last = (of.by_channel ? fmt.page_tokens : d) - 1;
@@ -72,7 +73,7 @@ void put_outliers(const NuqFormat& fmt, const NuqSide& of, const ConstNuq& side,
   }
 }
 
-// Channel pairs (i, i + D/2) of a page's rows to where the rotary embedding has them.
+// Applies the rotary embedding to a page's rows, in channel pairs (i, i + D/2).
 template <class S>
 void turn_rows(const NuqFormat& fmt, float first, float* rows) {
   const int half = fmt.head_dim / 2;
@@ -142,7 +143,7 @@ class NuqPages {
   NuqReach reach_;
 };
 
-// Where values stand in vectors that are the columns of x [n, d], and the ranges of the others.
+// For each column of x [n, d]: the rows of its least and its largest value, and the range of its other values.
 template <class S>
 void find_in_channels(const float* __restrict x, int n, int d, std::int32_t* __restrict least_at,
                       std::int32_t* __restrict most_at, float* __restrict low, float* __restrict high) {
@@ -173,7 +174,7 @@ void find_in_channels(const float* __restrict x, int n, int d, std::int32_t* __r
   }
 }
 
-// The same for one vector, a row [d].
+// Does what `find_in_channels` does, for one vector that is a row [d].
 template <class S>
 void find_in_row(const float* x, int d, std::int32_t* least_at, std::int32_t* most_at, float* low, float* high) {
   int least = 0, most = 0;
@@ -192,7 +193,7 @@ void find_in_row(const float* x, int d, std::int32_t* least_at, std::int32_t* mo
   *most_at = most;
 }
 
-// Where the value of each column of x [n, d] stands that is farthest from `middle`, that in row `left_out` aside.
+// For each column of x [n, d]: the row of the value farthest from `middle`. Row `left_out` does not count.
 template <class S>
 void find_farthest(const float* __restrict x, int n, int d, const float* __restrict middle,
                    const std::int32_t* __restrict left_out, std::int32_t* __restrict at) {
@@ -211,7 +212,7 @@ void find_farthest(const float* __restrict x, int n, int d, const float* __restr
   }
 }
 
-// Codes [n, d] of x [n, d]: how many of the bounds z + r·(the middle of two poles) lie below.
+// Codes [n, d] of x [n, d]: the number of bounds z + r·(the middle of two poles) below the value.
 template <class S>
 void count_bounds(const NuqFormat& fmt, const NuqSide& of, const float* __restrict x, const NuqReach& from,
                   std::uint8_t* __restrict codes) {
@@ -232,7 +233,7 @@ void count_bounds(const NuqFormat& fmt, const NuqSide& of, const float* __restri
   }
 }
 
-// One of K and V of a page: reference/nuq.py has the definition.
+// Quantizes K or V of a page; reference/nuq.py has the definition.
 template <class S>
 void quantize_nuq(const NuqFormat& fmt, const NuqSide& of, Place place, const std::uint16_t* rows, const Nuq& to,
                   Arena<S> arena) {

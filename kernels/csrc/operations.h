@@ -16,7 +16,7 @@
 
 namespace hack {
 
-// On units that multiply words: rows of x on their way to a weight's codes, and their products.
+// For units that multiply words: the rounding of rows of x, and their products with a weight's codes.
 template <class S, Dtype dtype>
 void round_for_tiles(const std::byte* row, int k, int bits, const BlockRows& out, std::int64_t at) {
   rounds_coarsely(dtype, bits) ? round_blocks<S, dtype>(row, k, bits, out, at) : round_words<S, dtype>(row, k, out, at);

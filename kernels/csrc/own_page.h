@@ -1,5 +1,5 @@
-// Pages that a query sees exactly, its own by the open-page rule: FP32 arithmetic on FP16 rows. A kind of page may
-// define its own scores.
+// Pages that a query sees exactly, among them its own page (the open-page rule): FP32 arithmetic on FP16 rows. A kind
+// of page may define its own scores.
 #pragma once
 
 #include "query.h"
@@ -12,7 +12,7 @@ struct RowPointers {
   const std::uint16_t* v[kMaxPageTokens];
 };
 
-// Lanes of whole blocks (`each_block`) for so many keys.
+// The number of lanes in whole blocks (`each_block`) for `keys` keys.
 constexpr int exact_lanes(int keys) {
   return (keys + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
 }
@@ -105,8 +105,8 @@ void own_values(const PageFormat& fmt, const RowPointers& rows, int total, const
   if (d < fmt.head_dim) own_values<S, 1>(fmt, rows, total, p, d, out);
 }
 
-// Of the page's first `most` rows, row r of the query sees the first seen(r), which does not fall with r.
-// score(r0, total, scores) gives the scores of kTile rows from r0 on with the first `total` keys, [kTile, Π].
+// Attention to the first `most` rows of a page. Row r of the query sees the first seen(r) of them; seen(r) does not
+// fall as r grows. score(r0, total, scores) gives the scores [kTile, Π] of rows r0.. with the first `total` keys.
 template <class S, class Seen, class Score>
 void attend_page_rows(const PageFormat& fmt, const Query& query, const RowPointers& rows, int most, State& state,
                       float* scores, Seen seen, Score score) {

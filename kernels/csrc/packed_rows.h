@@ -1,8 +1,8 @@
 // Codes that are packed along rows, for pages that are read value by value: byte (r, c) of a plane [.., D] holds rows
-// f·r .. f·r + f - 1 of channel c, the first in the lowest bits. Widths of 3, 5 and 6 bits are a plane of the lower 2
-// or 4 bits and a plane of those above, `high`.
+// f·r .. f·r + f - 1 of channel c, the first in the lowest bits. Codes of 3, 5 and 6 bits have a plane of the lower 2
+// or 4 bits and a plane of the bits above, `high`.
 //
-// Pages rest as they travel: 16 bytes are one row's codes of 16 channels wherever they lie.
+// Pages rest in wire order: any 16 neighbouring bytes of a plane give one row's codes of 16 channels.
 #pragma once
 
 #include "unrolled.h"
@@ -70,7 +70,7 @@ struct PackedRows {
   }
 };
 
-// Codes [rows, d], a byte each, to the field of `width` bits from bit `from` of each on, packed.
+// Packs one field of codes [rows, d], a byte each: `width` bits from bit `from` on.
 template <class S>
 void pack_field(const std::uint8_t* codes, int rows, int d, int from, int width, std::uint8_t* packed) {
   const int f = 8 / width, mask = (1 << width) - 1;

@@ -56,7 +56,7 @@ struct PageFormat {
   int page_tokens;
   Window window = {};
   bool own_page_rests = false;  // the page of a sequence's last row lies among the sealed ones (REQUANTIZE)
-  std::int64_t known_heads = 0;  // the model's heads of which it knows something; 0: it needs to know nothing
+  std::int64_t known_heads = 0;  // the number of the model's heads in the format's tables; 0: it has no tables
   int plane_count = 0;
   Plane planes[kMaxPlanes] = {};
 
@@ -76,7 +76,7 @@ struct BasicPlanes {
 using Planes = BasicPlanes<std::byte>;
 using ConstPlanes = BasicPlanes<const std::byte>;
 
-// The planes of the page that follows `n` pages of one KV head later.
+// The planes of the page that lies `n` pages of one KV head further on.
 template <class Byte>
 [[gnu::always_inline]] constexpr BasicPlanes<Byte> advance(const PageFormat& format, BasicPlanes<Byte> planes,
                                                            std::size_t n) {

@@ -95,7 +95,7 @@ void product_outputs(const ProductItem& item, const ProductRows& x, RowRange row
   for (; row < rows.end; ++row) product_tile<S, stored, dtype, 1, N>(item, x, w, row, first);
 }
 
-// Some rows of x times N rows of w from `first` on, which are widened to `wide` unless that is null.
+// Some rows of x times N rows of w from `first` on. Rows of w are widened to `wide` unless `wide` is null.
 template <class S, Dtype stored, Dtype dtype, int R, int N>
 void product_group(const ProductItem& item, const ProductRows& x, RowRange rows, std::int64_t first, float* wide) {
   const std::int64_t stride = std::int64_t(item.k) * bytes_of(stored);
@@ -119,7 +119,7 @@ void product_rows(const ProductItem& item, const ProductRows& x, RowRange rows, 
   columns(Constant<S::kProductRows>{}, Constant<S::kProductOutputs>{});
 }
 
-// Rows of x that stay in the first-level cache while rows of w pass by; whole tiles.
+// The number of rows of x, in whole tiles, that stay in the first-level cache while rows of w pass by.
 template <class S>
 std::int64_t cached_rows(int k) {
   constexpr std::int64_t R = S::kProductRows;
@@ -147,7 +147,7 @@ void product_block(const ProductItem& item, std::byte* scratch) {
   }
 }
 
-// x and w in FP32 and out of `dtype`, which has to be FP32 if there is a bias.
+// A product with x and w in FP32 and out in `dtype`, which must be FP32 if there is a bias.
 template <class S, Dtype dtype>
 void turn_block(const ProductItem& item) {
   product_rows<S, Dtype::kFloat, dtype>(item, {item.x, item.x_stride}, {0, item.rows}, nullptr);

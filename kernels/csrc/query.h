@@ -25,7 +25,7 @@ struct Query {
   float* exact;  // [R, D]
 };
 
-// Below any score, yet finite: the difference of two of them is a number.
+// Below any score, yet finite, so that the difference of two unseen scores is a number.
 inline constexpr float kUnseen = -1e30f;
 
 // Online softmax: out / weight is the result for the keys seen so far, both relative to 2^top.

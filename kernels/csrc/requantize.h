@@ -28,7 +28,7 @@ void dequantize_v(const HackFormat& fmt, const HackPage& page, int n, std::uint1
   }
 }
 
-// Codes [Π - old, D] and metadata [Π - old, G] of the rows of K from `old` on; those past the new rows are 0.
+// Writes codes [Π - old, D] and metadata [Π - old, G] of the rows of K from `old` on. Rows past the new ones become 0.
 template <class S>
 void append_k(const HackFormat& fmt, Place place, const NewRows& rows, const HackPage& page, Arena<S> arena) {
   const int d = fmt.head_dim, groups = fmt.k_groups(), end = fmt.page_tokens - rows.old;

@@ -1,11 +1,10 @@
-// Attention in FP32 to pages of which every value can be read alone, and Kind::kRows, the first of them: pages of FP16
-// rows, [Π, D] for K and for V, for codec `fp16`. Those are sealed, installed and exported by copying, which the caller
-// does.
+// Attention in FP32 to pages whose values can be read one by one. Kind::kRows is the first of them: pages of FP16 rows,
+// [Π, D] for K and for V, for codec `fp16`. The caller seals, installs and exports these pages by copying.
 //
-// A kind of page gives a class that opens a page and hands out its K and V as *readers*: `at(t, c)` is channels
-// c .. c + 15 of row t in FP32, `fetch(t, c)` prefetches what that reads. Few query rows read a page as it rests, with
-// the conversion fused into the products; for many, a page is converted to FP32 once. page_tokens and head_dim must be
-// multiples of 32, head_dim of FP16 rows one of 16.
+// A kind of page gives a class that opens a page and hands out its K and V as *readers*. `at(t, c)` gives 16 channels
+// of row t, from c on, in FP32; `fetch(t, c)` prefetches what `at(t, c)` reads. Few query rows read a page as it rests,
+// with the conversion fused into the products. For many, a page is converted to FP32 once. page_tokens and head_dim
+// must be multiples of 32; for FP16 rows a head_dim that is a multiple of 16 will do.
 #pragma once
 
 #include "exact_lanes.h"

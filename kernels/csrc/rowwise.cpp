@@ -10,12 +10,12 @@ namespace hack {
 namespace {
 
 constexpr std::int64_t kBlockElements = 1 << 15;  // elements that one thread computes while another wakes up
-constexpr std::int64_t kBlockProducts = 1 << 19;  // and products
-constexpr std::int64_t kBlockDots = 1 << 11;      // and blocks of codes of 16 rows of a weight, times a row of x
-constexpr std::int64_t kReadingDots = 8;          // of these, as long as it takes to read one from memory
-constexpr std::int64_t kTilesTogether = 6;        // of 16 rows of a weight: a multiple of what a row of x takes at once
-constexpr std::int64_t kCodedRows = 256;          // of x in bytes, which stay in the second-level cache meanwhile
-constexpr std::int64_t kFewOutputs = 48;          // for which a block of rows of x is worth reading
+constexpr std::int64_t kBlockProducts = 1 << 19;  // products that it computes in that time
+constexpr std::int64_t kBlockDots = 1 << 11;      // products of a block of codes with a row of x, in that time
+constexpr std::int64_t kReadingDots = 8;          // such products that take as long as reading a block of codes
+constexpr std::int64_t kTilesTogether = 6;        // tiles of a weight in a group: a multiple of what a row of x takes
+constexpr std::int64_t kCodedRows = 256;          // rows of x in bytes that stay in the second-level cache
+constexpr std::int64_t kFewOutputs = 48;          // the fewest outputs for which a block of rows of x is worth reading
 constexpr std::int64_t kMatrixOutputs = 64;       // rows of a weight that a matrix unit takes at a time
 
 // Blocks of rows of x in a product.
@@ -23,7 +23,7 @@ std::int64_t blocks_of(std::int64_t rows) {
   return (rows + kProductBlock - 1) / kProductBlock;
 }
 
-// Into how many parts work goes that would be worth `wanted`: as many for each thread, and at most `most`.
+// The number of parts to divide work into: `wanted`, rounded up to as many for each thread, and at most `most`.
 std::int64_t evenly(int threads, std::int64_t wanted, std::int64_t most) {
   const std::int64_t parts = wanted <= 1 ? 1 : (wanted + threads - 1) / threads * threads;
   return parts < most ? parts : most;
@@ -39,7 +39,7 @@ void for_rows(int threads, std::int64_t rows, std::int64_t row_elements, Functio
   });
 }
 
-// Rows of x as `pair_rows` orders them, 16 at a time; zeros fill a second 16.
+// Rows of x as `pair_rows` orders them, in groups of 16. Zeros fill two or more groups up to an even number.
 Strips paired_rows(const RowOperations& operations, int threads, const Strips& x, int k) {
   const std::int64_t least = (x.count + kLanes - 1) / kLanes, count = least == 1 ? 1 : (least + 1) / 2 * 2;
   const std::int64_t stride = paired_bytes(k);
@@ -155,7 +155,7 @@ void product(const RowOperations& operations, int threads, const Strips& x, cons
   parallel_for(threads, parts * down, [&](std::int64_t i) {
     const std::int64_t row = i / parts * kCodedRows, part = i % parts;
     const std::int64_t last_row = row + kCodedRows < x.count ? row + kCodedRows : x.count;
-    // Behind the rows, which lie in the scratch memory of the calling thread.
+    // The scratch lies behind the rows of x, because the calling thread keeps these in its own scratch memory.
     std::byte* scratch = thread_scratch(rounded + block_scratch_bytes(w.blocks)) + rounded;
     const std::int64_t tile = part * groups / parts * kTilesTogether;
     const std::int64_t last_tile = (part + 1) * groups / parts * kTilesTogether;
@@ -181,7 +181,7 @@ void take(int threads, const Strips& x, const std::int64_t* ids, std::int64_t by
 
 namespace {
 
-// Head `head` of `rows` rows from `row` on.
+// Turns head `head` of `rows` rows from `row` on.
 void turn_block(const HeadTurn& part, std::int64_t head, std::int64_t row, int rows) {
   const int d = part.head_dim;
   const std::byte* x = part.x.at(row, head * d);

@@ -61,7 +61,7 @@ bool round_row(const std::byte* row, int n, std::uint16_t* out) {
   return finite;
 }
 
-// n values in FP32, rounded to FP16 before where that is asked; zeros up to whole vectors.
+// n values in FP32, rounded to FP16 first if `rounded`; zeros up to whole vectors.
 template <class S, Dtype dtype>
 void widen_row(const std::byte* row, int n, bool rounded, float* out) {
   for (int i = 0; i < n; i += kLanes) {
@@ -100,7 +100,7 @@ void rotate_row(std::byte* row, int heads, int head_dim, const float* turn) {
   }
 }
 
-// x += more, unless that is null; then x / sqrt(mean(x^2) + epsilon) * weight.
+// x += more, unless `more` is null; then x / sqrt(mean(x^2) + epsilon) * weight.
 template <class S, Dtype dtype>
 void norm_row(std::byte* x, const std::byte* more, const std::byte* weight, int n, float epsilon, std::byte* out) {
   for (int i = 0; more != nullptr && i < n; i += kLanes)
@@ -141,7 +141,7 @@ constexpr std::int32_t kInfinity = 0x7F800000;  // as `ordered` has it
 template <class S, Dtype dtype>
 std::int64_t largest_in_row(const std::byte* row, int n) {
   alignas(64) float x[kLanes];
-  alignas(64) std::int32_t top[kLanes], from[kLanes];  // of each lane, and the vector that holds it
+  alignas(64) std::int32_t top[kLanes], from[kLanes];  // each lane's largest value, and where its vector begins
   for (int l = 0; l < kLanes; ++l) {
     top[l] = -kInfinity;
     from[l] = 0;

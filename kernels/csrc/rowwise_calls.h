@@ -28,10 +28,11 @@ struct OpenRows {
 };
 
 // Rounds k and v, one row [heads, D] per sequence, to FP16 and writes them. A row with a value that is not finite sets
-// its flag in `faulty` instead. Throws `std::invalid_argument` where a place lies outside the slots, and writes nothing.
+// its flag in `faulty` instead. Where a place lies outside the slots, throws `std::invalid_argument` and writes
+// nothing.
 void append(const RowOperations& operations, const OpenRows& open, const Strips& k, const Strips& v, bool* faulty);
-// Rounds rows of n values of k and v to FP16, to rows of out_k and out_v, which become zeros where one of the row's values
-// is not finite; sets `faulty` of the row's sequence then. counts [batch]: rows of each sequence, one after another.
+// Rounds rows of n values of k and v to FP16 rows of out_k and out_v. If a value of a row is not finite, both rows
+// become zeros and `faulty` of the row's sequence is set. counts [batch]: rows of each sequence, one after another.
 void narrow(const RowOperations& operations, int threads, const Strips& k, const Strips& v, int n,
             const std::int64_t* counts, std::int64_t batch, std::uint16_t* out_k, std::uint16_t* out_v, bool* faulty);
 void rotate(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim, const float* turns);
@@ -53,15 +54,15 @@ struct BlockWeight {
   std::int64_t tile_bytes() const { return blocks * block_bytes(bits); }
 };
 
-// As `product`, of x rounded to two bytes.
+// `product` with a weight as codes and x rounded to two bytes.
 void product(const RowOperations& operations, int threads, const Strips& x, const BlockWeight& w, const std::byte* bias,
              const Strips& out);
-// Rows ids[0], .. of w, or all of them where that is null, to rows of out.
+// Rows ids[0], .. of w, or all rows where `ids` is null, to rows of out.
 void unpack(const RowOperations& operations, int threads, const BlockWeight& w, const std::int64_t* ids,
             const Strips& out);
 // Rows ids[0], .. of x, of `bytes` each, to rows of out.
 void take(int threads, const Strips& x, const std::int64_t* ids, std::int64_t bytes, const Strips& out);
-// Rows of heads, and what their dtype asks for.
+// Rows of heads, with the operations and the element size of their dtype.
 struct HeadRows {
   Strips strips;
   const RowOperations* operations;
@@ -72,7 +73,8 @@ struct HeadRows {
   }
 };
 
-// Heads of x [count, heads, D] that turn: head h by matrices [groups, D, D], plus shift [groups, D] unless it is null.
+// A turn of the heads of x [count, heads, D]: each times the matrix of its group, of matrices [groups, D, D], plus the
+// group's shift, of shift [groups, D], unless it is null.
 struct HeadTurn {
   HeadRows x;
   HeadRows out;

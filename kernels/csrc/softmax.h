@@ -1,7 +1,7 @@
 // Scores to weights: one page's contribution to a row, and its merge into the row's running state.
 //
-// Everything up to `PageWeights` depends on the row and the page alone, never on how work is split, and both ways of
-// multiplying (packed.h, tile.h) share these lines: the integer weights agree to the bit.
+// Everything up to `PageWeights` depends on the row and the page alone, never on how work is split. Both ways of
+// multiplying (packed.h, tile.h) share this code, so their integer weights agree to the bit.
 #pragma once
 
 #include "hack_query.h"
@@ -94,8 +94,8 @@ void take_maxima(const PageFormat& fmt, State& state, int row, int pages, const 
   S::store(takes, exp2<S>(S::load(below)));
 }
 
-// The same for one page and `rows` rows, at most kLanes; `tops` and `takes` have kLanes places. Everything stays in
-// vectors: a vector load waits for single stores.
+// `take_maxima` for one page and `rows` rows, at most kLanes. `tops` and `takes` have kLanes places. Everything stays
+// in vectors, because a vector load waits for single stores.
 template <class S>
 void take_tile_maxima(const PageFormat& fmt, State& state, int row, int rows, const float* tops, float* takes) {
   alignas(64) float keep[kLanes];

@@ -18,9 +18,10 @@ namespace {
 constexpr std::align_val_t kAlignment{64};
 constexpr int kSpins = 4096;  // some tens of microseconds: less than it takes to sleep and be woken
 
-// A thread of the pool stays awake for so long after its work: longer than a decode step takes from one call to the next.
+// How long a thread of the pool stays awake after its work: longer than a decode step takes from one call to the next.
 constexpr std::chrono::nanoseconds kAwake{60'000};
-// A yield that takes longer has let another thread run. Then the pool's threads sleep at once after so many calls.
+// A yield that takes longer than kShared has let another thread run. The pool's threads then sleep at once in the next
+// kCallsAsleep waits.
 constexpr std::chrono::nanoseconds kShared{15'000};
 constexpr int kCallsAsleep = 256;
 constexpr int kPauses = 16;  // from one yield to the next
@@ -69,7 +70,7 @@ class ThreadPool {
     for (std::int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
   }
 
-  // Until there is work, but for a short time only, and only while no other thread wants the processor.
+  // Waits awake until there is work. Gives up after a short time, or when another thread wants the processor.
   void wait_awake() {
     if (calls_asleep_.load(std::memory_order_relaxed) > 0) {
       calls_asleep_.fetch_sub(1, std::memory_order_relaxed);

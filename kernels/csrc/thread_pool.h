@@ -1,5 +1,5 @@
-// One small pool of threads per process. Idle threads sleep: several nodes may share a machine. Only between calls that
-// follow one another closely, as those of a decode step do, they wait awake, unless another thread wants the processor.
+// One small pool of threads per process. Idle threads sleep, because several nodes may share a machine. Between calls
+// that follow closely, as in a decode step, threads wait awake, unless another thread wants the processor.
 #pragma once
 
 #include <cstddef>

@@ -19,7 +19,7 @@ constexpr int bytes_of(Dtype dtype) {
   return dtype == Dtype::kFloat ? 4 : 2;
 }
 
-// A layer's sealed pages, [N, Hkv, plane] each. Pages may lie apart, as those of a record with other planes do.
+// A layer's sealed pages, [N, Hkv, plane] each. Pages need not be adjacent: records may hold other planes between.
 struct Pool {
   Planes planes;
   std::size_t page_bytes[kMaxPlanes];  // from a page to the next, by plane
@@ -44,7 +44,7 @@ struct ExactRows {
   const std::uint16_t* k;  // the batch's rows after them, `stride` elements apart; unused in decode
   const std::uint16_t* v;
   std::int64_t stride;
-  int total;  // rows to read; of an own page 0: this item does not read it
+  int total;  // rows to read; 0 for an own page that this item does not read
   Place place;
 };
 
@@ -103,7 +103,7 @@ struct ProductItem {
   int rows;
   int k;
   const std::byte* w;
-  const std::byte* bias;  // [..] of every row of w; null: none
+  const std::byte* bias;  // [..], one for every row of w; null: none
   std::int64_t first;
   std::int64_t last;
   std::byte* out;
@@ -112,9 +112,9 @@ struct ProductItem {
 
 inline constexpr int kProductBlock = 64;  // rows of x in an item, at most
 
-inline constexpr int kPairBytes = 1024;  // of rows of x in pairs, for 32 columns (matrix_product.h)
+inline constexpr int kPairBytes = 1024;  // bytes of 16 rows of x in pairs, for 32 columns (matrix_product.h)
 
-// Rows of x in a tile, which so many `rows` of an item take: 1, 4, 8 or 16.
+// Rows of x in a tile when an item has `rows` rows: 1, 4, 8 or 16.
 constexpr int tile_slots(std::int64_t rows) {
   return rows <= 1 ? 1 : rows <= 4 ? 4 : rows <= 8 ? 8 : kLanes;
 }
@@ -140,20 +140,23 @@ constexpr std::int64_t block_bytes(int bits) {
   return kBlockColumns * kLanes * bits / 8 + (bits == 4 ? 2 : 1) * kLanes * 2;
 }
 
-inline constexpr int kRowBytes = 2;        // of a value of x that meets codes of a weight: digits, upper one first,
-inline constexpr float kDigitBase = 254;  // of this base,
+// A value of x, for a product with codes of a weight, is rounded to kRowBytes digits in base kDigitBase, the upper one
+// first. A block's largest value becomes kLargestValue; with only an upper digit, that digit becomes kLargestDigit.
+inline constexpr int kRowBytes = 2;
+inline constexpr float kDigitBase = 254;
 inline constexpr float kLargestDigit = 127;
-inline constexpr float kLargestValue = kLargestDigit * kDigitBase;  // and the largest value of a block becomes that
+inline constexpr float kLargestValue = kLargestDigit * kDigitBase;
 
-// Whether rows that meet codes of `bits` bits keep lower digits only in blocks that stand out.
+// Whether rows, for a product with codes of `bits` bits, keep lower digits only in blocks that stand out.
 constexpr bool rounds_coarsely(Dtype dtype, int bits) { return dtype == Dtype::kBfloat && bits == 4; }
-inline constexpr float kStandsOut = 2.0f;  // a block stands out if its largest value is over so many times the row's mean
+// A block stands out if its largest value exceeds kStandsOut times the mean of the largest values of the row's blocks.
+inline constexpr float kStandsOut = 2.0f;
 
 // A block of 16 rows of x in two bytes.
 struct RowBlock {
   union {
     std::int8_t codes[kRowBytes][kLanes][kBlockColumns];
-    std::int16_t words[kLanes][kBlockColumns];  // block_words.h: of four columns those in the order 0, 2, 1, 3
+    std::int16_t words[kLanes][kBlockColumns];  // block_words.h: each four columns in the order 0, 2, 1, 3
   };
   float scales[kLanes];
   float sums[kLanes];                      // of a row's values as rounded
@@ -180,16 +183,18 @@ struct BlockRows {
   RowBlock* group_of(std::int64_t row) const { return data + row / kLanes * blocks; }
 };
 
-// A unit that multiplies matrices (block_matrix.h) forms the sums of so many blocks at once, with so many tiles of the
-// weight in scratch memory.
+// A unit that multiplies matrices (block_matrix.h) forms the sums of kMatrixBlocks blocks at once. kWideTiles tiles of
+// the weight are in scratch memory.
 inline constexpr int kMatrixBlocks = 2, kWideTiles = 2;
 
-// A tile of the weight with a byte for each code, and its numbers in FP32; whole turns of blocks.
+// Bytes of a tile of the weight with a byte for each code and its numbers in FP32, with room for kMatrixBlocks - 1 more
+// blocks.
 constexpr std::int64_t wide_tile_bytes(int blocks) {
   return (std::int64_t(blocks) + kMatrixBlocks - 1) * kLanes * (kBlockColumns + 2 * 4);
 }
 
-// Scratch of an item. It lies behind the rows of x, which may be read past their end by less than a turn of blocks.
+// Bytes of scratch of an item. The scratch lies behind the rows of x, so kMatrixBlocks - 1 blocks past their end are
+// readable.
 constexpr std::size_t block_scratch_bytes(int blocks) {
   return std::size_t(kWideTiles * wide_tile_bytes(blocks));
 }
@@ -229,7 +234,7 @@ struct RowOperations {
   void (*round_blocks)(const std::byte* row, int k, int bits, const BlockRows& out, std::int64_t at);
   void (*block_product)(const BlockItem&, std::byte* scratch);
   void (*unpack_row)(const BlockItem&, std::int64_t row, std::byte* out);
-  // Up to `slots` rows of x in the order that `product` asks for. Null: it takes them as they are.
+  // Up to `slots` rows of x in the order that `product` asks for. Null: `product` takes rows as they are.
   void (*pair_rows)(const std::byte* x, std::int64_t stride, int rows, int slots, int k, std::byte* out) = nullptr;
 };
 
@@ -247,7 +252,7 @@ struct PageOperations {
   // Bytes of scratch memory that any of these needs for `rows` query rows.
   std::size_t (*scratch_bytes)(const PageFormat&, int rows) = nullptr;
   std::int64_t alone_work = 0;  // pages times tiles of 4 rows that one thread computes while another wakes up
-  // Page `id` of one KV head as FP16 rows k, v [Π, D]: what a codec that is not fused attends to.
+  // Page `id` of one KV head as FP16 rows k, v [Π, D], for the attention of a codec that is not fused.
   void (*read)(const PageFormat&, const Pool&, std::int64_t id, int head, std::uint16_t* k, std::uint16_t* v,
                std::byte* scratch) = nullptr;
 };
@@ -265,7 +270,7 @@ const Operations& avx2_operations();
 const Operations& avx512_operations();
 // AVX-512 VNNI with BF16 products for pages of FP16 rows and queries in bfloat16.
 const Operations& avx512_bf16_operations();
-// The same with AMX for prompts and for products in BF16.
+// avx512_bf16_operations with AMX for prompts and for products.
 const Operations& amx_operations();
 
 // Bytes of scratch memory that every kind needs: queries, their state, scores of a tile.

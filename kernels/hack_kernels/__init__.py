@@ -1,7 +1,7 @@
 """Attention kernels on compressed pages: one boundary (`base.py`), several backends, loaded by name.
 
-`load("auto", device)` takes the fastest backend of that kind of device that this machine can run; without a device, of
-the processor. Asking for a backend that the machine cannot run is an error, never a fallback.
+`load("auto", device)` takes the fastest backend for that kind of device that this machine can run. Without a device it
+takes one for the processor. Asking for a backend that the machine cannot run is an error, never a fallback.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ DEFINITIONS: Final = "reference"
 AUTO: Final = ("cpu", DEFINITIONS)
 """What `auto` tries on the processor, fastest first."""
 AUTO_ON_GPU: Final = ("triton",)
-"""The same on a GPU: on those that `gpus` calls usable. The definitions alone are so slow there that they have to be
-asked for."""
+"""What `auto` tries on a GPU that `gpus` calls usable. The definitions are too slow there to be taken by `auto`."""
 
 
 def load(name: str = "auto", device: torch.device | None = None) -> Backend:

@@ -40,7 +40,7 @@ class Plane:
     derived: bool = False
     """The plane follows from the other planes, so a receiver can compute it."""
     most_sum: int | None = None
-    """Where the plane holds sizes, what those of a page may sum to; none is negative. A receiver refuses others."""
+    """For a plane of sizes: the largest sum of a page's sizes. A receiver refuses larger sums and negative sizes."""
 
     @property
     def page_bytes(self) -> int:
@@ -54,7 +54,7 @@ class PageFormat(ABC):
     head_dim: int
     page_tokens: int
     window: Window = OWN_PAGE_ONLY
-    """What queries see exactly; a format that takes no other says nothing."""
+    """The pages that queries see exactly. A format that supports no other window keeps this one."""
 
     @property
     @abstractmethod
@@ -86,7 +86,7 @@ class Pool:
     that holds some of the heads gives the same bytes as a process that holds all."""
     window: Window = OWN_PAGE_ONLY
     notes: Planes = field(default_factory=dict)
-    """Name -> [N, Hkv, ...]: what a codec remembers of pages beside what rests in them. Kernels do not look at it."""
+    """Name -> [N, Hkv, ...]: a codec's own data about pages, beside their planes. Kernels do not read them."""
 
     @property
     def num_pages(self) -> int:
@@ -117,7 +117,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Which rows of a flat ragged batch belong to which sequence, as tensors that a kernel can read.
+    """The rows of each sequence in a flat ragged batch, as tensors that a kernel can read.
 
     Row i of sequence b is row `offsets[b] + i` of Q, K and V, and the sequence's row number `starts[b] + i`. Row
     numbers count the rows that the cache holds; kernels know no positions. After an eviction, numbering continues from
@@ -144,7 +144,7 @@ class Rows:
     q: Tensor
     """[T, Hq, D], of the model's dtype."""
     k: Tensor | None = None
-    """[T, Hkv, D] float16. None in decode: the new rows stand in the slots already."""
+    """[T, Hkv, D] float16. None in decode: the new rows are in the slots already."""
     v: Tensor | None = None
     """[T, Hkv, D] float16, or None with `k`."""
 
@@ -157,7 +157,8 @@ class RowKernels(ChoiceKernels, Protocol):
     """
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """x [T, k] @ weight [n, k]^T + bias [n] -> [T, n], of one dtype. Packed: of `block_weight.rounded_rows`."""
+        """x [T, k] @ weight [n, k]^T + bias [n] -> [T, n], of one dtype. A packed weight is multiplied by
+        `block_weight.rounded_rows` of x."""
         ...
 
     def finish_layer(self, x: Tensor, mixed: Tensor, matrices: Matrices, norms: Norms, epsilon: float) -> Tensor:
@@ -165,7 +166,7 @@ class RowKernels(ChoiceKernels, Protocol):
         ...
 
     def recorder(self) -> Recorder | None:
-        """A new one for steps of these kernels; None if nothing is gained."""
+        """A new recorder for steps of these kernels; None if recording gains nothing."""
         ...
 
     def take(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ class RowKernels(ChoiceKernels, Protocol):
         ...
 
     def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
-        """The rows `ids` (int64), or all, as numbers (`BlockWeight.unpacked`)."""
+        """The rows `ids` (int64) of a weight, or all rows, as numbers (`BlockWeight.unpacked`)."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
@@ -206,9 +207,9 @@ class RowKernels(ChoiceKernels, Protocol):
         ...
 
     def rotate_rows(self, q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate Q [T, Hq, D], K and V [T, Hkv, D]: float32, contiguous. K and V are rounded to FP16 first.
+        """Rotate Q [T, Hq, D], K and V [T, Hkv, D] into float32, contiguous. K and V are rounded to FP16 first.
 
-        They lie as the model gives them: the heads of a row are contiguous, rows may lie apart.
+        Inputs lie as the model gives them: the heads of a row are contiguous, rows may lie apart.
         """
         ...
 
@@ -217,14 +218,14 @@ class RowKernels(ChoiceKernels, Protocol):
         ...
 
     def set_in(self, flags: Tensor) -> list[int]:
-        """Which of `flags` [T] bool are set. Waits for the device."""
+        """The indices of `flags` [T] bool that are set. Waits for the device."""
         ...
 
     def append(self, pool: Pool, spans: Spans, k: Tensor, v: Tensor, faulty: Tensor) -> None:
         """Round one row per sequence, k, v [B, Hkv, D], to FP16 and write it to its place in its slot.
 
-        A row with a value that is not finite in FP16 is not written but set in `faulty` [B] bool. The call does not
-        wait for the device.
+        A row with a value that is not finite in FP16 is not written; its entry of `faulty` [B] bool is set instead. The
+        call does not wait for the device.
         """
         ...
 
@@ -238,31 +239,31 @@ class RowKernels(ChoiceKernels, Protocol):
 
 
 DEFINITION: Final = "reference"
-"""Who serves pages that a backend has no kernels for (`PageKernels.served_by`): the definition of their format."""
+"""The name in `PageKernels.served_by` of a format's definition, which serves where a backend has no kernels."""
 
 
 class PageKernels(Protocol):
     """A backend's operations on pages of one format; each object is bound to its format.
 
     Methods check shapes, types and devices before they compute and raise `ValueError` naming the input. Rows are FP16:
-    whatever the model computes in, K and V are rounded to FP16 once, and bytes are functions of those FP16 rows alone
-    (and, for stochastic rounding, of seed, layer, KV head, row number and channel).
+    whatever the model computes in, K and V are rounded to FP16 once. A page's bytes are functions of its FP16 rows
+    alone (and, for stochastic rounding, of seed, layer, KV head, row number and channel).
     """
 
     @property
     def served_by(self) -> str:
-        """Who computes: a backend's name, `DEFINITION` where the format's definition serves; "A, B" if several do."""
+        """The name of the backend that computes, or `DEFINITION` for the format's definition; "A, B" if several do."""
         ...
 
     @property
     def approximation_s(self) -> float:
-        """Seconds spent so far on correction terms or on dequantizing, where they can be told apart, else 0."""
+        """Seconds spent so far on correction terms or on dequantizing; 0 where these cannot be timed separately."""
         ...
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Zeroed planes of the pages of layers with these formats, in the resting order of these kernels.
 
-        The kernels of each of the formats are of this object's class.
+        Each of the formats must have kernels of this object's class.
         """
         ...
 
@@ -284,10 +285,10 @@ class PageKernels(Protocol):
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
         """Causal attention of `rows.q` over the pages of `spans` and the rows that each query sees exactly.
 
-        A query sees its own page as the format says, the pages of `window.earlier` as FP16 rows, and those of
-        `window.coded` in sealed form. Pages that the batch fills are sealed before the call. The slots still hold what
-        the rows before the batch left there (`Window.runs`), and in decode the new row too. Softmax scale is
-        1/sqrt(D). Returns [T, Hq, D] in q's dtype.
+        A query sees its own page as the format says, the pages of `window.earlier` as FP16 rows, and the pages of
+        `window.coded` in sealed form. Pages that the batch fills are sealed before the call. The slots still hold the
+        rows before the batch (`Window.runs`), and in decode the new row too. Softmax scale is 1/sqrt(D). Returns
+        [T, Hq, D] in q's dtype.
         """
         ...
 
@@ -309,7 +310,7 @@ class Stopwatch(Protocol):
         ...
 
     def __exit__(self, *exc: object) -> None:
-        """Stop it and add it to the sum."""
+        """Stop the measurement and add it to the sum."""
         ...
 
 
@@ -318,7 +319,7 @@ class Backend(Protocol):
 
     name: str
     isa: str
-    """What runs the kernels, in a word: the CPU's instruction set, "torch", "triton"."""
+    """The name of what runs the kernels: the CPU's instruction set, "torch", "triton"."""
     device: torch.device
     """The device of pools and all arguments."""
     rows: RowKernels
@@ -335,13 +336,14 @@ class Backend(Protocol):
         ...
 
     def batches_to_warm(self, most: int) -> Sequence[int]:
-        """Sizes of batches, up to `most`, that launch all that is compiled on first use; none where nothing is."""
+        """Sizes of batches, up to `most`, that launch every kernel compiled on first use; none if there is no such."""
         ...
 
     def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:
-        """XXH3-64, as `xxhash` makes it, of each piece: uint8 [bytes], more than 240, on `device`. Waits for them."""
+        """XXH3-64 of each piece, as `xxhash` gives it. Waits for the device. A piece is uint8 [bytes] on `device`, of
+        more than 240 bytes."""
         ...
 
     def use_threads(self, threads: int) -> None:
-        """Compute on so many threads of the processor from now on, in torch too; the caller's counts."""
+        """Compute on `threads` threads of the processor from now on, in torch too. The caller's thread counts."""
         ...

@@ -1,17 +1,16 @@
 """Weights as codes of 4 or 8 bits: the forms in which a model's matrices rest packed, and their definition in torch.
 
 A *block* is 32 columns of a row, with a scale d in FP16 and, for 4 bits, a minimum m in FP16 too. A value is
-(code - 128) d, or code d + m. These are GGUF's Q8_0 and Q4_1, and Q4_0 with m = -8 d: what such a file holds is held
-exactly. In memory 16 rows are side by side, as processors multiply them: for every block the codes, the 16 scales, the
-16 minima.
+(code - 128) d with 8 bits, code d + m with 4. These forms hold GGUF's Q8_0 and Q4_1 exactly, and Q4_0 with m = -8 d. In
+memory 16 rows are side by side, as processors multiply them: for every block the codes, the 16 scales, the 16 minima.
 
-A product rounds rows of x to two bytes, each block of 32 with a scale of its own, multiplies integers and adds blocks
-in FP32. A value of x is wrong by at most a 64,000th of the largest of its block.
+A product rounds rows of x to two bytes, each block of 32 with a scale of its own. It multiplies integers and adds
+blocks in FP32. The error of a value of x is at most a 64,000th of the largest of its block.
 
-Where rows in BF16 meet codes of 4 bits, one byte does for most blocks, with half the products: a value is wrong by at
-most a 254th of the largest of its block. Blocks that stand out keep two bytes. Their largest value is more than
-`STANDS_OUT` times the mean of those of the row's blocks, and with one byte they would bring in most of the error.
-`python -m bench.rounding` measures what each way costs a model.
+For rows in BF16 and codes of 4 bits, one byte is enough for most blocks, with half the products. The error of a value
+is then at most a 254th of the largest of its block. Blocks that stand out keep two bytes: their largest value is more
+than `STANDS_OUT` times the mean of the largest values of the row's blocks. With one byte they would cause most of the
+error. `python -m bench.rounding` measures what each way costs a model.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ TILE: Final = 16
 """Rows side by side."""
 WIDTHS: Final = (4, 8)
 LARGEST: Final = 127 * 254
-"""What the largest value of a block of x becomes. Kernels hold a value as two digits of base 254, a byte each."""
+"""The largest value of a block of x becomes this. Kernels hold a value as two digits of base 254, a byte each."""
 LARGEST_DIGIT: Final = 127
-"""What it becomes where one byte does."""
+"""The largest value of a block of x becomes this where one byte is enough."""
 STANDS_OUT: Final = 2.0
 SMALLEST: Final = 1e-30
 """Values of a block of x that are all smaller count as 0."""
@@ -57,7 +56,7 @@ class BlockWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """The device of the codes."""
         return self.data.device
 
     @property
@@ -86,9 +85,9 @@ class BlockWeight:
 Weight: TypeAlias = Tensor | BlockWeight
 """A matrix [out, in], as numbers or packed."""
 Matrices: TypeAlias = tuple[Weight, Weight, Weight]
-"""Those of a layer after its attention: out [n, m], gate_up [2 f, n] and down [n, f]."""
+"""The matrices of a layer after its attention: out [n, m], gate_up [2 f, n] and down [n, f]."""
 Norms: TypeAlias = tuple[Tensor, Tensor]
-"""Weights [n] of the norm before the feed-forward, and of that before the next layer."""
+"""Weights [n] of the norm before the feed-forward, and of the norm before the next layer."""
 
 
 Codes: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
@@ -96,7 +95,7 @@ Codes: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 
 def as_numbers(weight: Weight) -> Tensor:
-    """A packed weight in float32; any other as it is."""
+    """A packed weight unpacked to float32; any other weight as it is."""
     return weight.unpacked() if isinstance(weight, BlockWeight) else weight
 
 
@@ -117,7 +116,7 @@ def fits(shape: tuple[int, ...]) -> bool:
 
 
 def pack(codes: Tensor, scale: Tensor, minimum: Tensor | None) -> BlockWeight:
-    """Rows of codes, brought side by side; what is missing to a whole tile is 0."""
+    """Rows of codes, scales and minima (`Codes`) as a `BlockWeight`. Zeros fill the last tile up."""
     rows, columns = codes.shape
     tiles, blocks = -(-rows // TILE), columns // BLOCK
     missing = (0, 0, 0, tiles * TILE - rows)
@@ -134,12 +133,12 @@ def pack(codes: Tensor, scale: Tensor, minimum: Tensor | None) -> BlockWeight:
 
 
 def quantized(weight: Tensor, bits: int) -> BlockWeight:
-    """The nearest codes: of 8 bits around zero, of 4 bits between the smallest and the largest value of a block."""
+    """`weight` as its nearest codes: of 8 bits around zero, of 4 bits between a block's smallest and largest value."""
     return pack(*nearest_codes(weight, bits))
 
 
 def nearest_codes(weight: Tensor, bits: int) -> Codes:
-    """Of a matrix of numbers."""
+    """The nearest codes of a matrix of numbers, with scales and minima."""
     blocks = weight.float().unflatten(1, (-1, BLOCK))
     if bits == 8:
         scale, minimum = (blocks.abs().amax(-1) / 127).half(), None
@@ -158,7 +157,7 @@ def _divisor(scale: Tensor) -> Tensor:
 
 
 def rounded_rows(x: Tensor, bits: int) -> Tensor:
-    """Rows [T, columns] by blocks, in float32: what products with codes of `bits` bits take.
+    """Rows [T, columns] rounded by blocks, in float32, as products with codes of `bits` bits take them.
 
     A block with a value that is not finite becomes NaN.
     """
@@ -166,14 +165,14 @@ def rounded_rows(x: Tensor, bits: int) -> Tensor:
     if x.dtype != torch.bfloat16 or bits > 4:
         return rounded_to(x, torch.full_like(largest, LARGEST))
     total = torch.zeros_like(largest[:, 0])
-    for each in largest.unbind(1):  # one by one: every instruction set has to come to the same verdicts
+    for each in largest.unbind(1):  # summed one by one, so that every instruction set comes to the same result
         total += each
     most = total * torch.full_like(total, STANDS_OUT).div(largest.shape[1])
     return rounded_to(x, torch.where(largest > most[:, None], float(LARGEST), float(LARGEST_DIGIT)))
 
 
 def rounded_to(x: Tensor, levels: Tensor) -> Tensor:
-    """As `rounded_rows`; the largest value of a block becomes `levels` [T, blocks], in float32."""
+    """Rows rounded by blocks, in float32, where the largest value of a block becomes `levels` [T, blocks]."""
     blocks, levels = x.float().unflatten(1, (-1, BLOCK)), levels[..., None]
     largest = blocks.abs().amax(-1, keepdim=True)
     faults = (blocks - blocks).sum(-1, keepdim=True)

@@ -1,8 +1,8 @@
 """Pages of any format with the bounds of their keys beside them: the least and the largest of each channel of K.
 
 Bounds are those of the FP16 rows. They travel, rest and move with the page's other planes, in two rows of head_dim FP16
-values. With them a codec guesses which pages a query will look at, without reading one
-(`hackkv.codecs.selecting`). The kernels below do everything else and never see them.
+values. A codec uses them to guess which pages a query will look at, without reading a page (`hackkv.codecs.selecting`).
+The kernels below do everything else and never see the bounds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BoundedFormat(PageFormat):
 
     @property
     def bounds(self) -> tuple[Plane, ...]:
-        """Their planes."""
+        """The planes of the bounds."""
         return tuple(Plane(name, torch.float16, (self.head_dim,)) for name in BOUNDS)
 
 
@@ -55,12 +55,12 @@ class BoundedKernels:
 
     @property
     def served_by(self) -> str:
-        """Who computes on the pages."""
+        """The name of the backend that computes on the pages."""
         return self._below.served_by
 
     @property
     def approximation_s(self) -> float:
-        """As the kernels below report it."""
+        """The time that the kernels below report."""
         return self._below.approximation_s
 
     @property
@@ -69,7 +69,7 @@ class BoundedKernels:
         return type(self._below)
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
-        """Those below and the bounds, zeroed. The kernels below of each of the formats are of one class, too."""
+        """The planes below and the bounds, zeroed. The formats below must have kernels of one class, too."""
         bounded = [cast(BoundedFormat, fmt) for fmt in formats]
         below = self._below.new_planes([fmt.below for fmt in bounded], num_pages, num_kv_heads)
         return tuple(
@@ -89,18 +89,18 @@ class BoundedKernels:
         pool.planes[LEAST][page_ids], pool.planes[MOST][page_ids] = k.amin(2), k.amax(2)
 
     def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
-        """Bounds as they came. Raises `ValueError`."""
+        """Install the pages, and keep the bounds that came with them. Raises `ValueError`."""
         self._below.install(_below(pool), page_ids, _pages(planes))
         for name in BOUNDS:
             pool.planes[name][page_ids] = planes[name].transpose(0, 1)
 
     def export(self, pool: Pool, page_ids: Tensor) -> Planes:
-        """Bounds as they are."""
+        """Export the pages, and the bounds as they are."""
         bounds = {name: pool.planes[name][page_ids].transpose(0, 1).contiguous() for name in BOUNDS}
         return {**self._below.export(_below(pool), page_ids), **bounds}
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """As the kernels below do."""
+        """Attention by the kernels below."""
         return self._below.attend(layer, _below(pool), spans, rows)
 
 

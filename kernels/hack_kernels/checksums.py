@@ -1,4 +1,4 @@
-"""Checksums of bytes in tensors, as the host makes them: what `Backend.xxh3_64` gives on every device."""
+"""Checksums of bytes in tensors, computed on the host. `Backend.xxh3_64` gives the same on every device."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from torch import Tensor
 
 
 def xxh3_64(pieces: Sequence[Tensor], seed: int) -> list[int]:
-    """XXH3-64 of each piece, uint8 [bytes], on the host: of a copy, where it lies elsewhere."""
+    """XXH3-64 of each piece, uint8 [bytes]. A piece on another device is copied to the host first."""
     return [xxhash.xxh3_64_intdigest(piece.cpu().numpy().data, seed) for piece in pieces]

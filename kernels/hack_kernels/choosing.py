@@ -11,12 +11,12 @@ For one row of logits, in float64:
     weights sum to at least `top_p` of the kept weights' sum; draw
 
 *Order* is by logit, largest first, ties by id. The *weight* of an id is the integer nearest to 2^42 exp(x), ties to
-even, with x = (logit - largest) / temperature. Sums of weights are sums of integers: every order of adding gives the
-same sum, so backends may add as they like and a replay elsewhere chooses the same token. An id that is 2^43 times less
-probable than the most probable one has weight 0 and is never drawn. `exponential` fixes exp to the bit.
+even, with x = (logit - largest) / temperature. Sums of weights are sums of integers, the same in every order of adding.
+So backends may add as they like, and a replay elsewhere chooses the same token. An id that is 2^43 times less probable
+than the most probable one has weight 0 and is never drawn. `exponential` fixes exp to the bit.
 
-The draw for output token i takes one uniform number u, Philox(key = seed, counter = i), and chooses the first kept id
-in order for which the weights up to and with it exceed u times the sum of all kept weights.
+The draw for output token i takes one uniform number u, Philox(key = seed, counter = i). It chooses the first kept id in
+order such that the weights up to this id, its own included, sum to more than u times the sum of all kept weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor
 Row: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = tuple[float, list[tuple[int, float]]]
-"""The natural-log probability of an id, and the most probable ids with theirs."""
+"""The natural-log probability of an id, and the most probable ids with their log-probabilities."""
 
 NOT_FINITE: Final = -1
 """Instead of an id: the row holds NaN, or its largest logit is infinite."""
@@ -51,7 +51,7 @@ MOST_IDS: Final = 2**20
 MOST_ADDED: Final = 1e30
 """Bias and penalties are at most this large, so that no rule makes a logit infinite."""
 MOST_FACTOR: Final = 1e6
-"""The same for the penalty for repetition, and its inverse."""
+"""The penalty for repetition lies between 1 / this and this, for the same reason."""
 
 LOG2_E: Final = 1.4426950408889634
 LN2_HIGH: Final = float.fromhex("0x1.62e42feep-1")
@@ -61,7 +61,7 @@ LN2_LOW: Final = float.fromhex("0x1.a39ef35793c76p-33")
 TERMS: Final = 12
 """Terms of the series of exp, beside the first."""
 LOWEST: Final = -40.0
-"""Exponents below this one are taken for it: their weight is 0."""
+"""Exponents below this one are raised to it. Their weight is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +73,26 @@ class ChoiceRules:
     temperature: float
     """0: the most probable id."""
     top_p: float = 1.0
-    """1 and more: all."""
+    """1 or more keeps all ids."""
     top_k: int = 0
-    """0: all."""
+    """0 keeps all ids."""
     min_p: float = 0.0
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
     bias: tuple[tuple[int, float], ...] = ()
-    """(id, what is added); ids beyond the vocabulary are ignored, here and below."""
+    """(id, number that is added to its logit). Ids beyond the vocabulary are ignored, here and below."""
     barred: tuple[int, ...] = ()
     """Ids that none of the first `barred_until` tokens may be."""
     barred_until: int = 0
 
     @property
     def foresees(self) -> bool:
-        """Whether a choice depends on the number of the tokens before it alone, and not on which they are."""
+        """Whether a choice depends only on how many tokens came before it, not on which tokens they were."""
         return self.repetition == 1.0 and not (self.frequency or self.presence)
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
+        """Refuse values out of range."""
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed is {self.seed}; it has 64 bits")
         ranges = {
@@ -115,16 +115,19 @@ class ChoiceRules:
 
 
 class Chooser(Protocol):
-    """The rules of one sequence and what they need of its tokens so far. Made by the kernels that it is given to."""
+    """The rules of one sequence, and what they need to know of its tokens so far.
+
+    A chooser is given only to the kernels that made it.
+    """
 
     def append(self, token_id: int) -> None:
-        """The sequence's output goes on with this token."""
+        """Tell the chooser that the sequence's output continues with this token."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChoiceInput:
-    """What the next ids of a batch are chosen from."""
+    """The input of a choice: the next ids of a batch are chosen from it."""
 
     logits: Tensor
     """[B, n]"""
@@ -133,7 +136,7 @@ class ChoiceInput:
     faulty: Tensor | None = None
     """[B] bool: rows that get `FAULTY` for an id."""
     allowed: Tensor | None = None
-    """[B, ceil(n / 32)] int32: bit i of word w says whether id 32 w + i may be chosen; a row of -1 allows all."""
+    """[B, ceil(n / 32)] int32: bit i of word w says whether id 32 w + i may be chosen. A row of -1 allows all ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +146,14 @@ class ChosenIds:
     there: Tensor
     """[B] int64 on the device of the logits."""
     ids: Callable[[], list[int]]
-    """The same on the host; waits for them."""
+    """The ids on the host. The call waits for them."""
 
 
 class ChoiceKernels(Protocol):
-    """What a backend does with logits."""
+    """A backend's operations on logits."""
 
     def new_chooser(self, rules: ChoiceRules, prompt_ids: Sequence[int]) -> Chooser:
-        """What these kernels keep of a sequence to choose its tokens, in the form that they read."""
+        """A new chooser of these kernels for a sequence with this prompt."""
         ...
 
     def choose(self, given: ChoiceInput) -> list[int]:
@@ -161,16 +164,17 @@ class ChoiceKernels(Protocol):
         ...
 
     def choosing(self, given: ChoiceInput, *, later: bool = False) -> ChosenIds:
-        """`choose` whose ids need not be there when the call returns.
+        """`choose`, except that the ids need not be there when the call returns.
 
-        With `later` the choosers lack one token, which no rule asks for but by number (`ChoiceRules.foresees`).
+        With `later` the choosers lack the latest token. All rules must foresee (`ChoiceRules.foresees`): they need only
+        the number of that token.
         """
         ...
 
     def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
         """Log-probabilities under each row of logits [B, n]: of ids[b], and of the tops[b] most probable ids.
 
-        Waits for the device. A row that holds NaN, or whose largest is infinite, has NaN and no ids. Raises
+        Waits for the device. A row that holds NaN, or whose largest logit is infinite, gets NaN and no ids. Raises
         `ValueError`.
         """
         ...
@@ -190,7 +194,7 @@ class NumpyChooser:
         self.emitted = 0
 
     def one_later(self) -> NumpyChooser:
-        """For the choice after the next one, whose rules have to foresee."""
+        """A copy for the choice after the next one. The rules must foresee."""
         later = copy(self)
         later.emitted += 1
         return later
@@ -228,7 +232,7 @@ def unpacked(allowed: Tensor, size: int) -> npt.NDArray[np.bool_]:
 
 
 def next_id(logits: Row, chooser: NumpyChooser, allowed: npt.NDArray[np.bool_] | None = None) -> int:
-    """The id that follows, or `NOT_FINITE` or `NONE_ALLOWED`."""
+    """The next id of a row of logits [n], or `NOT_FINITE` or `NONE_ALLOWED`."""
     if not math.isfinite(logits.max()):  # NaN is the largest of a row that holds it
         return NOT_FINITE
     row, rules = adjusted(logits, chooser, allowed), chooser.rules
@@ -268,7 +272,7 @@ def _inside(ids: Iterable[int], row: Row) -> Ids:
 
 
 def drawn(row: Row, rules: ChoiceRules, u: float) -> int:
-    """The id that `u` in [0, 1) selects from adjusted logits [n] of which one at least is finite."""
+    """The id that `u` in [0, 1) selects from adjusted logits [n]. At least one logit must be finite."""
     order = in_order(row, rules.top_k)
     weight = weights((row[order] - row.max()) / rules.temperature)
     kept = weight >= max(1.0, rules.min_p * 2.0**WEIGHT_BITS)
@@ -279,12 +283,12 @@ def drawn(row: Row, rules: ChoiceRules, u: float) -> int:
 
 
 def _reach(sums: Ids, target: int) -> int:
-    """The first index whose sum is at least `target`, which rounding may have put beyond the last."""
+    """The first index whose sum is at least `target`. Rounding may have put `target` beyond the last sum."""
     return int(np.searchsorted(sums, min(target, int(sums[-1])), side="left"))
 
 
 def in_order(row: Row, size: int = 0) -> Ids:
-    """The first `size` ids in order, all if that is 0."""
+    """The first `size` ids in order; all ids if `size` is 0."""
     return np.argsort(-row, kind="stable")[: size or None]
 
 
@@ -294,7 +298,7 @@ def weights(x: Row) -> Ids:
 
 
 def exponential(x: Row, power: int) -> Row:
-    """2^power exp(x) for x <= 0, to the bit: e^x = 2^k e^r, and e^r by its series, without fused operations."""
+    """2^power exp(x) for x <= 0, defined to the bit: e^x = 2^k e^r, and e^r by its series, without fused operations."""
     x = np.maximum(x, LOWEST)
     k = np.rint(x * LOG2_E)
     r = (x - k * LN2_HIGH) - k * LN2_LOW

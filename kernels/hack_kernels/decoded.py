@@ -1,9 +1,10 @@
 """Pages that travel as codes and rest as the FP16 rows that the codes stand for: decoded once, when they arrive.
 
-Rows become codes and rows again when a page is sealed, so every node attends to the same rows, whether it made a page
-or got it. A page that leaves is coded anew. That is no second loss if coding the rows of codes gives codes of the same
-rows, which a coder has to promise. `GroupReference` does for centred codes: the largest value of a row is a code's, so
-the scale stays, and rounding a row to FP16 moves no value as far as the next code, or moves both to one value.
+When a page is sealed, its rows become codes and then rows again. So every node attends to the same rows, whether it
+made the page or received it. A page that leaves is coded anew. This loses nothing more if coding decoded rows gives
+codes of the same rows, which a coder must promise. `GroupReference` promises it for centred codes. The largest value of
+a decoded row is the value of a code, so the scale stays. Rounding a row to FP16 never moves a value as far as the next
+code's, unless it makes the two values equal.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ LARGEST_FP16: Final = 65504.0
 
 
 class RowCoder(Protocol):
-    """What codes are made of rows, and what they stand for (`ReadingReference`)."""
+    """Turns rows into codes and codes into rows (`ReadingReference`)."""
 
     @property
     def served_by(self) -> str:
-        """As `PageKernels` has it."""
+        """The name of the backend that computes, as in `PageKernels`."""
         ...
 
     def quantize(self, name: str, rows: Tensor) -> Planes:
-        """K or V of pages, [..., Π, D] FP16 -> its planes."""
+        """Rows [..., Π, D] FP16 of "k" or "v" -> the planes of that side."""
         ...
 
     def dequantize(self, name: str, planes: Planes) -> Tensor:
-        """Its planes -> [..., Π, D] FP32."""
+        """The planes of "k" or "v" -> rows [..., Π, D] FP32."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedFormat(PageFormat):
-    """Rows of FP16 that pages of `coded` stand for."""
+    """Pages of FP16 rows that pages of `coded` stand for."""
 
     head_dim: int
     page_tokens: int
@@ -50,7 +51,7 @@ class DecodedFormat(PageFormat):
 
     @classmethod
     def of(cls, coded: PageFormat) -> DecodedFormat:
-        """The rows of such pages."""
+        """The format of rows that pages of `coded` stand for."""
         return cls(head_dim=coded.head_dim, page_tokens=coded.page_tokens, coded=coded)
 
     @property
@@ -65,33 +66,33 @@ class DecodedFormat(PageFormat):
 
 
 class DecodedKernels:
-    """Implements `PageKernels` over those of rows. Codes are the coder's, rows are below."""
+    """Implements `PageKernels` over the kernels of FP16 rows (`below`). The coder makes and reads codes."""
 
     def __init__(self, fmt: DecodedFormat, coder: RowCoder, below: PageKernels) -> None:
         self._fmt, self._coder, self._below = fmt, coder, below
 
     @property
     def served_by(self) -> str:
-        """Who attends to rows, and who codes them."""
+        """The backend that attends to rows, and the backend that codes them."""
         return ", ".join(dict.fromkeys((self._below.served_by, self._coder.served_by)))
 
     @property
     def approximation_s(self) -> float:
-        """As the kernels below report it: pages are decoded before they rest."""
+        """The time that the kernels below report. Decoding is not in it: pages are decoded before they rest."""
         return self._below.approximation_s
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
-        """Those of rows."""
+        """The planes of FP16 rows."""
         return self._below.new_planes([cast(DecodedFormat, fmt).rows for fmt in formats], num_pages, num_kv_heads)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keep what codes of the rows stand for."""
+        """Code the rows, and keep the rows that the codes stand for."""
         check_seal(self._fmt, pool, page_ids, starts, k, v)
         rows = self._decoded(self._coder.quantize("k", k) | self._coder.quantize("v", v))
         self._below.seal(layer, pool, page_ids, starts, rows["k"], rows["v"])
 
     def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
-        """Decode codes that came. Raises `ValueError`."""
+        """Decode received codes into rows. Raises `ValueError`."""
         check_install(self._fmt.coded, pool, page_ids, planes)
         self._below.install(pool, page_ids, self._decoded(planes))
 
@@ -101,7 +102,7 @@ class DecodedKernels:
         return self._coder.quantize("k", rows["k"]) | self._coder.quantize("v", rows["v"])
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """As with rows."""
+        """Attention to the decoded rows, by the kernels below."""
         return self._below.attend(layer, pool, spans, rows)
 
     def _decoded(self, planes: Planes) -> Planes:

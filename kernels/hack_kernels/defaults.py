@@ -1,4 +1,4 @@
-"""What page formats and codecs are where nothing else is said."""
+"""Defaults of page formats and codecs."""
 
 from __future__ import annotations
 

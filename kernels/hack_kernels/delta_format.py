@@ -1,11 +1,12 @@
 """The page format of deltas against anchor rows, as CacheGen's paper has them (arXiv 2310.07240, section 5.2, Fig. 6).
 
 The rows of a page are cut into groups of ten; the last group of a page may be shorter. The first row of a group, its
-*anchor*, is quantized by itself, in 8 bits, since every row of the group leans on it. Of the other rows what differs
-from the anchor is quantized, in few bins. The anchor is taken as it will be read, so its own error is part of the
-deltas and does not add to theirs. No group spans two pages: a page's bytes follow from its rows.
+*anchor*, is quantized by itself, in 8 bits, because every row of the group depends on it. The other rows' differences
+from the anchor, the *deltas*, are quantized in few bins. A delta is taken from the anchor as it will be read, so the
+anchor's error is part of the delta and does not add to its error. No group spans two pages, so a page's bytes follow
+from its own rows.
 Planes in wire order, the contract of `install` and `export` (those of `v` follow). A rows are anchors, N = Π - A are
-not; both kinds keep their order. That they lie apart gives each a table of its own where the wire codes planes:
+not; both kinds keep their order. They lie in separate planes, so that a wire that codes planes has a table for each:
 
 =========  ====================  =======  ======================================================================
 plane      shape                 dtype    meaning
@@ -16,10 +17,10 @@ k_high     [ceil(N/8), D]        uint8    only with 5 bits: the highest
 k_scale    [Π, 1]                float16  of an anchor its largest magnitude a; of a delta half its reach r
 =========  ====================  =======  ======================================================================
 
-An anchor is a·(c - 127) / 127, a row that is none its anchor + r·(c - C) / C, in FP32 without fused operations. Codes
-round to nearest, ties to even. r is the largest magnitude of the delta, and half of it is rounded up to FP16: the
-difference of two FP16 rows may be twice what FP16 holds. Of zeros a and r/2 are 1. Rows of codes that are missing to
-whole bytes are 0.
+An anchor is a·(c - 127) / 127; any other row is its anchor + r·(c - C) / C, in FP32 without fused operations. Codes
+round to nearest, ties to even. r is the largest magnitude of the delta. Half of r is stored, rounded up to FP16,
+because the difference of two FP16 rows may be twice what FP16 holds. For zeros a and r/2 are 1. Zero codes fill the
+last byte up.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class DeltaFormat(ReadFormat):
     group: int = GROUP_ROWS
 
     def __post_init__(self) -> None:
-        """Codes fit their bits, and there are deltas."""
+        """Check that codes fit their bits, and that there are deltas."""
         if not 2 <= self.group <= self.page_tokens:
             raise ValueError(f"groups of {self.group} rows in pages of {self.page_tokens}; at least 2, at most a page")
         for name in ("k", "v"):
@@ -72,23 +73,23 @@ class DeltaFormat(ReadFormat):
                 raise ValueError(f"{name}: codes around {side.centre} in {side.bits} bits; known: {WIDTHS}")
 
     def side(self, name: str) -> DeltaSide:
-        """Of "k" or "v"."""
+        """The settings of "k" or "v"."""
         return self.k if name == "k" else self.v
 
     @property
     def anchors(self) -> Tensor:
-        """[A] int64: which rows of a page are anchors."""
+        """[A] int64: the numbers of the rows of a page that are anchors."""
         return torch.arange(0, self.page_tokens, self.group)
 
     @property
     def others(self) -> Tensor:
-        """[N] int64: which are not."""
+        """[N] int64: the numbers of the rows of a page that are not anchors."""
         rows = torch.arange(self.page_tokens)
         return rows[rows % self.group != 0]
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        """Those of K, then those of V."""
+        """The planes of K, then the planes of V."""
         return (*self._planes_of("k"), *self._planes_of("v"))
 
     def _planes_of(self, name: str) -> tuple[Plane, ...]:

@@ -1,11 +1,12 @@
-"""Choosing tokens where the logits lie: `choosing` in torch, for any device, to the bit. The host waits once a call.
+"""Choosing tokens on the device of the logits: `choosing` in torch, to the bit. The host waits once a call.
 
-Rows are computed together. What differs from row to row is a number in a column, or an entry of a list (row, id, value)
-that the host makes of rules and tokens; so the operators of a call depend on which rules occur, not on lengths.
+Rows are computed together. Settings that differ from row to row are numbers in a column, or entries (row, id, value) of
+a list that the host makes from rules and tokens. So the operators of a call depend on which rules occur, not on
+lengths.
 
-Every product and every sum is an operator of its own: no device can fuse them into another rounding. Sums of weights
-are sums of integers. Ties: `sort` is stable and `argmax` takes the first; -0 becomes 0 beforehand, for sorts that look
-at bits.
+Every product and every sum is an operator of its own, so no device can fuse them into another rounding. Sums of weights
+are sums of integers. Ties: `sort` is stable and `argmax` takes the first. -0 becomes 0 first, because some sorts
+compare bits.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from hack_kernels.rowwise import Rowwise
 FP64_BIAS, FP64_MANTISSA_BITS = 1023, 52
 VALUE: Final = 2
 Entry = tuple[int, int, float]
-"""Row, id, and the value with which something is done there."""
+"""Row, id, and the value that a rule applies to this logit."""
 
 _Of = Callable[[NumpyChooser], Iterable[tuple[int, float]]]
 
 
 class DeviceRows(Rowwise):
-    """`Rowwise` whose choices and scores are computed where the logits lie. Choosers stay in host memory."""
+    """`Rowwise` with choices and scores computed on the device of the logits. Choosers stay in host memory."""
 
     def choose(self, given: ChoiceInput) -> list[int]:
-        """In torch; the ids are all that comes back."""
+        """The next ids, computed in torch. Only the ids come back to the host."""
         return self.choosing(given).ids()
 
     def choosing(self, given: ChoiceInput, *, later: bool = False) -> ChosenIds:
@@ -59,7 +60,7 @@ class DeviceRows(Rowwise):
         return ChosenIds(chosen, self.later(chosen))
 
     def later(self, found: Tensor) -> Callable[[], list[Any]]:
-        """`back`, but only what the device has been given so far is waited for, by whoever calls the result."""
+        """`back` as a function. A call of it waits only for the work that the device has been given so far."""
         if found.device.type != "cuda":
             return partial(self.back, found)
         here = found.to("cpu", non_blocking=True)  # pinned
@@ -87,12 +88,12 @@ class DeviceRows(Rowwise):
         return chosen if given.faulty is None else chosen.masked_fill(given.faulty, FAULTY)
 
     def back(self, found: Tensor) -> list[Any]:
-        """`found` in host memory, as lists: nothing else waits for the device."""
+        """`found` in host memory, as lists. No other method waits for the device."""
         values: list[Any] = found.tolist()
         return values
 
     def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
-        """In torch, but for the logarithm of a row's sum, which is the host's."""
+        """Scores computed in torch, except for the logarithm of a row's sum, which the host computes."""
         check_vocabulary(logits)
         x, most = logits.double() + 0.0, min(max(tops, default=0), logits.shape[1])
         top = x.amax(dim=1, keepdim=True)
@@ -116,7 +117,7 @@ def adjusted(x: Tensor, choosers: Sequence[NumpyChooser], allowed: Tensor | None
         bits = allowed.index_select(1, ids // 32) >> (ids % 32) & 1
         x = x.masked_fill(bits == 0, -torch.inf)
     left = entries(choosers, size, lambda each: each.rules.bias)
-    while left:  # once, unless a request names an id twice: its values are added in their order
+    while left:  # one round, unless a request names an id twice; its values are then added in their order
         first = {entry[:2]: entry for entry in reversed(left)}
         x = _at(x, list(first.values()), torch.add)
         left = [entry for entry in left if first[entry[:2]] is not entry]
@@ -146,7 +147,7 @@ def _counted(chooser: NumpyChooser) -> Iterable[tuple[int, float]]:
 
 
 def entries(choosers: Sequence[NumpyChooser], size: int, of: _Of) -> list[Entry]:
-    """What `of` says of each row, for ids of the vocabulary."""
+    """The entries that `of` gives for each row, for ids of the vocabulary."""
     return [
         (row, token_id, value)
         for row, chooser in enumerate(choosers)
@@ -156,7 +157,7 @@ def entries(choosers: Sequence[NumpyChooser], size: int, of: _Of) -> list[Entry]
 
 
 def _at(x: Tensor, places: Sequence[Entry], then: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`x` with then(what is there, value) at each of `places`."""
+    """`x` with then(old value, value of the entry) at each of `places`."""
     if not places:
         return x
     rows, ids = brought([entry[:VALUE] for entry in places], x.device).unbind(1)
@@ -183,7 +184,7 @@ def drawn_ids(x: Tensor, choosers: Sequence[NumpyChooser]) -> Tensor:
     kept = (weight >= least) & (torch.arange(x.shape[1], device=x.device) < most)
     sums = weight.masked_fill(~kept, 0).cumsum(dim=1)
     total = sums[:, -1:]
-    # Of a share of 1 and more, all: a product with infinity would be no number that integers hold.
+    # A share of 1 or more, which is infinity here, takes the total: a product with infinity does not fit an integer.
     part = torch.where(share.isinf(), total, (share.nan_to_num(posinf=0.0) * total).ceil().long())
     limit = sums.gather(1, _reach(sums, torch.minimum(part, total)))
     target = torch.minimum((u * limit).floor().long() + 1, limit)
@@ -196,7 +197,7 @@ def _reach(sums: Tensor, target: Tensor) -> Tensor:
 
 
 def weights(x: Tensor) -> Tensor:
-    """`choosing.weights` of exponents <= 0, int64. NaN, as in rows that have no choice, weighs nothing."""
+    """`choosing.weights` of exponents <= 0, int64. NaN, as in rows without a choice, has weight 0."""
     x = x.nan_to_num(nan=LOWEST).clamp(min=LOWEST)
     k = (x * LOG2_E).round()
     r = (x - k * LN2_HIGH) - k * LN2_LOW
@@ -212,7 +213,7 @@ def _column(ids: Sequence[int], x: Tensor) -> Tensor:
 
 
 def _scores(row: list[float], most: int, asked: int) -> Scores:
-    """Of a row: its largest, the sum of its weights, the value of the id, the best values and their ids."""
+    """Scores of one row: [its largest logit, the sum of its weights, the id's logit, best logits, ids of these]."""
     top, weight, value, best, order = row[0], row[1], row[2], row[3 : 3 + most], row[3 + most :]
     if not math.isfinite(top):
         return math.nan, []

@@ -1,7 +1,8 @@
 """The page format of small floating-point numbers: FP8, the MX formats and NVFP4, one family.
 
-An element has a sign, an exponent and a mantissa; a code's value is multiplied by the scale of its block of D. K and V
-have scales each. Planes in wire order, the contract of `install` and `export` (`k`; those of `v` follow):
+An element has a sign, an exponent and a mantissa. A code's value is multiplied by the scale of its block of channels. K
+and V each have their own scales. Planes in wire order, the contract of `install` and `export` (`k`; those of `v`
+follow):
 
 =========  ==================  =======  =================================================================
 plane      shape               dtype    meaning
@@ -20,8 +21,8 @@ element's largest value:
 - PAGE: s = a(page) / L, rounded up in FP32, so nothing saturates; 1 for a page of zeros.
 - POWER (OCP Microscaling v1.0, §6.3): s = 2^(floor(log2 a(block)) - e), e the exponent of L; up to a quarter of the
   largest magnitude saturates. The least byte is 0; a block of zeros has it.
-- TWOFOLD (NVFP4): G = a(page) / (448 L), 1 for a page of zeros; S = E4M3(a(block) / (L·G)); s = S·G in FP32. The scale
-  of the whole is one of the page and head, so that it needs no calibration. A block whose S is 0 has codes 0.
+- TWOFOLD (NVFP4): G = a(page) / (448 L), 1 for a page of zeros; S = E4M3(a(block) / (L·G)); s = S·G in FP32. The outer
+  scale G belongs to a page and head, so it needs no calibration. A block whose S is 0 has codes 0.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ class Element(StrEnum):
 
     @property
     def sizes(self) -> Tensor:
-        """[2^(bits - 1)] float32, ascending: what the codes without a sign stand for."""
+        """[2^(bits - 1)] float32, ascending: the values of the codes without a sign."""
         return self.sizes_on(torch.device("cpu"))
 
     def sizes_on(self, device: torch.device) -> Tensor:
-        """`sizes`, computed there: a copy from host memory would wait for the device."""
+        """`sizes`, computed on `device`, because a copy from host memory would wait for the device."""
         codes = torch.arange(2 ** (self.bits - 1), device=device)
         exponent, mantissa = codes >> self.mantissa_bits, codes & (2**self.mantissa_bits - 1)
         normal = exponent > 0
@@ -78,7 +79,7 @@ class Element(StrEnum):
 
     @property
     def finite(self) -> int:
-        """How many codes without a sign are numbers: the last of E4M3 is NaN, and is never written."""
+        """The number of codes without a sign that are numbers. The last code of E4M3 is NaN, and is never written."""
         codes: int = 2 ** (self.bits - 1)
         return codes - (self is Element.E4M3)
 
@@ -89,14 +90,14 @@ class Element(StrEnum):
 
 
 class Scaling(StrEnum):
-    """What a code's value is multiplied by."""
+    """The factor of a code's value."""
 
     PAGE = "page"
-    """FP32 of the page."""
+    """An FP32 number of the page."""
     POWER = "power"
     """A power of two for every 32 channels of a row (MX)."""
     TWOFOLD = "twofold"
-    """E4M3 for every 16 channels of a row, times FP32 of the page (NVFP4)."""
+    """An E4M3 number for every 16 channels of a row, times an FP32 number of the page (NVFP4)."""
 
 
 BLOCK: Final = {Scaling.POWER: 32, Scaling.TWOFOLD: 16}
@@ -114,7 +115,7 @@ class FloatFormat(ReadFormat):
     fused: bool = True
 
     def __post_init__(self) -> None:
-        """Blocks are whole."""
+        """Check that blocks are whole."""
         if self.head_dim % self.block:
             raise ValueError(f"head_dim is {self.head_dim}; blocks of {self.block} channels do not divide it")
         if self.page_tokens % 8:
@@ -127,7 +128,7 @@ class FloatFormat(ReadFormat):
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        """Those of K, then those of V."""
+        """The planes of K, then the planes of V."""
         return (*self._planes_of("k"), *self._planes_of("v"))
 
     def _planes_of(self, name: str) -> tuple[Plane, ...]:

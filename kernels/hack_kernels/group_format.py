@@ -1,4 +1,4 @@
-"""The page format of integer codes whose groups share a scale: what rivals of HACK publish and dequantize.
+"""The page format of integer codes whose groups share a scale, which published rivals of HACK use and dequantize.
 
 x^ = s·c + m, where a *group* of values shares the scale s and the minimum m. A group is some rows of one channel or
 some channels of one row. Centred codes have no minimum: x^ = a·(c - C) / C with a the largest magnitude of the row.
@@ -13,9 +13,9 @@ k_scale    [Π/G, D] or [Π, D/G]         float16  s of each group, or a of each
 k_min      like k_scale                 float16  m; not with centred codes
 =========  ===========================  =======  ==============================================================
 
-Quantizing is that of `hack` (`quantize.py`): m is the least value, s = (most - least) / (2^b - 1) rounded up to FP16, 1
-where all are equal, c = floor((x - m) / s + 0.5). Centred: c = round(x·C / a) + C, ties to even; a row of zeros has
-a = 1.
+Quantizing is that of `hack` (`quantize.py`). m is the least value; s = (most - least) / (2^b - 1) rounded up to FP16, 1
+where all values are equal; c = floor((x - m) / s + 0.5). Centred: c = round(x·C / a) + C, ties to even; a row of zeros
+has a = 1.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ class GroupFormat(ReadFormat):
     fused: bool = True
 
     def __post_init__(self) -> None:
-        """Groups are whole."""
+        """Check that groups are whole."""
         if self.page_tokens % 8:
             raise ValueError(f"page_tokens is {self.page_tokens}; it must be a multiple of 8")
         for name in ("k", "v"):
             self.side(name).check(name, self.head_dim, self.page_tokens)
 
     def side(self, name: str) -> Grouping:
-        """Of "k" or "v"."""
+        """The settings of "k" or "v"."""
         return self.k if name == "k" else self.v
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        """Those of K, then those of V."""
+        """The planes of K, then the planes of V."""
         return (*self._planes_of("k"), *self._planes_of("v"))
 
     def _planes_of(self, name: str) -> tuple[Plane, ...]:

@@ -1,4 +1,4 @@
-"""Rotations of a layer.s heads before and after attention, for codecs that rotate them."""
+"""Rotations of a layer's heads before and after attention, for codecs that rotate them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class HeadRotations:
     value: Tensor | None = None
     """v' = value @ v; None where V stays as it is."""
     out: Tensor | None = None
-    """Rotates what attention makes of V' back: out @ out'. None with `value`."""
+    """Rotates the output of attention on V' back: out @ out'. None if `value` is None."""
 
     def heads(self, start: int, count: int) -> HeadRotations:
-        """For KV heads [start, start + count)."""
+        """The rotations of KV heads [start, start + count)."""
         if all(x is None or x.shape[0] in (1, count) for x in (self.key, self.value)):
             return self
         return self._each(lambda x: x if x.shape[0] in (1, count) else x[start : start + count])
 
     def to(self, device: torch.device) -> HeadRotations:
-        """On another device."""
+        """A copy on another device."""
         return self._each(lambda x: x.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> HeadRotations:

@@ -1,31 +1,31 @@
 """The page format of error-bounded codes under Huffman codes: KVComp (arXiv 2509.00579).
 
 A *unit* of values shares a step s and a first number n: x^ = (n + c)·s, and |x - x^| <= s/2. A unit is a block (all
-rows and channels of a page), a channel of it or a token (3.1.1). Its step is a share ρ of its range, so codes have a
-closed alphabet of A symbols: c <= 1/ρ + 1, and no value escapes it. Planes in wire order, the contract of `install` and
-`export` (those of `v` follow; U units, values in row order):
+rows and channels of a page), a channel or a token of a page (3.1.1). Its step is a share ρ of its range, so that
+c <= 1/ρ + 1: codes have a closed alphabet of A symbols for all values. Planes in wire order, the contract of `install`
+and `export` (those of `v` follow; U units, values in row order):
 
 =========  =======  =======  =================================================================================
 plane      shape    dtype    meaning
 =========  =======  =======  =================================================================================
 k_step     [U]      float16  s
 k_first    [U]      int16    n = round(least / s)
-k_book     [2]      uint8    which book the page's codes are coded with, and its centre
+k_book     [2]      uint8    the number of the page's book, and the centre
 k_sizes    [16]     int16    bytes of each slice: a sixteenth of the page's codes
 k_codes    [bytes]  uint8    the slices one after another, then zeros; the first bit of a code is the lowest
 =========  =======  =======  =================================================================================
 
-Coded sizes vary and a page's place in a pool does not, so a page has *room*: so many bits a code. A page that does
-not fit is quantized again with a larger step, `RUNGS` times ρ, until it does; with a step as large as the range it
-always does. No symbol is lost, and bytes follow from the page's rows alone.
+Coded sizes vary, but a page's place in a pool has a fixed size. So a page has *room*: a fixed number of bits a code. A
+page that does not fit is quantized again with a larger step, `RUNGS` times ρ, until it fits. With a step as large as
+the range every page fits. No symbol is lost, and bytes follow from the page's rows alone.
 
-Books are static, for the same reason: those of KVComp follow from a prompt's histogram, and would make a page's bytes
-depend on the rest of the prompt. A page chooses one of `SPREADS`, and the symbol that is its centre: what is coded is
-(c - centre) mod A. Every symbol of the alphabet has a code, of at most 12 bits, so any bits decode to symbols; a book
-or a centre that there is not counts as the last.
+Books are static for the same reason. The books of KVComp follow from a prompt's histogram, which would make a page's
+bytes depend on the rest of the prompt. A page chooses one of `SPREADS` and a centre; symbol (c - centre) mod A is
+coded. Every symbol of the alphabet has a code, of at most 12 bits, so any bits decode to symbols. A number of a book or
+of a centre that does not exist counts as the last.
 
 s = max(ρ·(most - least), amax / 2^14) in FP32, at most 65504, rounded up to FP16, 1 where that is 0;
-c = round(x / s) - n in FP32, ties to even. Chosen are the book and the centre with the fewest bits, the first of
+c = round(x / s) - n in FP32, ties to even. A page takes the book and the centre with the fewest bits, the first of
 equals.
 """
 
@@ -63,7 +63,7 @@ RUNGS: Final = (1.0, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 SPREADS: Final = ((1, 1 / 6), (0, 0.7), (0, 1.0), (0, 1.4), (0, 2.0), (0, 2.8), (0, 4.0), (0, 8.0))
 """(flat, spread) of each book, in symbols. Symbols up to `flat` from the centre are as frequent as the centre. The
-larger `spread` is, the slower frequencies fall beyond."""
+larger `spread` is, the more slowly frequencies fall beyond."""
 
 HEAVIEST: Final = 1 << 16
 """The weight of a book's centre. The least weight is 1."""
@@ -88,7 +88,7 @@ class HuffmanSide:
     scale: float
     """ρ: the step, as a share of the unit's range."""
     room: float
-    """Bits a code that a page has room for."""
+    """Bits for each code that a page has room for."""
 
     @property
     def symbols(self) -> int:
@@ -97,7 +97,7 @@ class HuffmanSide:
 
     @property
     def rungs(self) -> tuple[float, ...]:
-        """Shares of the range that a step may be, from ρ on, rounded to FP32 as all backends take them."""
+        """The steps that a page tries, as shares of a unit's range, from ρ on; in FP32, as all backends take them."""
         wanted = torch.tensor([min(1.0, self.scale * rung) for rung in RUNGS], dtype=torch.float32).tolist()
         return tuple(dict.fromkeys(wanted))
 
@@ -122,7 +122,7 @@ class HuffmanFormat(ReadFormat):
     fused: bool = True
 
     def __post_init__(self) -> None:
-        """Slices are whole."""
+        """Check that slices are whole."""
         if self.elements % SLICES:
             raise ValueError(f"{self.page_tokens} rows of {self.head_dim} channels are not {SLICES} slices")
         for name in ("k", "v"):
@@ -130,20 +130,20 @@ class HuffmanFormat(ReadFormat):
 
     @property
     def elements(self) -> int:
-        """Values of K, or of V, of a page."""
+        """The number of values of K (or of V) in a page."""
         return self.page_tokens * self.head_dim
 
     def side(self, name: str) -> HuffmanSide:
-        """Of "k" or "v"."""
+        """The settings of "k" or "v"."""
         return self.k if name == "k" else self.v
 
     def room_bits(self, name: str) -> int:
-        """Bits of all codes of a page that fit."""
+        """Bits that all codes of a page may take."""
         return int(self.elements * self.side(name).room)
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        """Those of K, then those of V."""
+        """The planes of K, then the planes of V."""
         return (*self._planes_of("k"), *self._planes_of("v"))
 
     def _planes_of(self, name: str) -> tuple[Plane, ...]:
@@ -163,19 +163,19 @@ class Books:
     """The codes of an alphabet of A symbols, in each of the B books."""
 
     codes: Tensor
-    """[B, A] int32: a symbol's code, and from bit 16 on its bits."""
+    """[B, A] int32: a symbol's code, and from bit 16 on its length in bits."""
     lookup: Tensor
-    """[B, 2^12] int64, for every 12 bits, a byte each: bits of the symbols that lie in them, at most 4, these symbols,
-    bits of the first, 0, and how many they are."""
+    """[B, 2^12] int64: for every 12 bits the symbols that lie in them, at most 4. The bytes of an entry, lowest first:
+    the length of these symbols in bits, the 4 symbols, the length of the first symbol, 0, and the number of symbols."""
 
     def to(self, device: torch.device) -> Books:
-        """On another device."""
+        """A copy on another device."""
         return Books(self.codes.to(device), self.lookup.to(device))
 
 
 @cache
 def books_of(symbols: int) -> Books:
-    """Those of an alphabet."""
+    """The books of an alphabet of `symbols` symbols."""
     made = [code_lengths(_weights(symbols, *spread)) for spread in SPREADS]
     codes = [canonical(lengths) for lengths in made]
     first = torch.zeros(len(made), 1 << LONGEST, dtype=torch.int64)
@@ -193,8 +193,11 @@ def books_of(symbols: int) -> Books:
 
 
 def _weights(symbols: int, flat: int, spread: float) -> list[int]:
-    """How frequent a book takes each symbol to be, by its distance from the centre either way: a t distribution, whose
-    tails are those of keys. Sums, products and quotients alone, which are the same on every machine."""
+    """The frequency that a book assumes for each symbol, by its distance from the centre in either direction.
+
+    A t distribution, whose tails are like those of keys. It uses only sums, products and quotients, which are the same
+    on every machine.
+    """
     weights = []
     for symbol in range(symbols):
         far = max(0, min(symbol, symbols - symbol) - flat) / (2 * spread)
@@ -204,8 +207,8 @@ def _weights(symbols: int, flat: int, spread: float) -> list[int]:
 
 
 def code_lengths(weights: Sequence[int], longest: int = LONGEST) -> list[int]:
-    """Bits of each symbol in the best code that has none of more than `longest` (package-merge; Larmore and Hirschberg,
-    1990)."""
+    """The length of each symbol in the best code with no length over `longest`, in bits (package-merge; Larmore and
+    Hirschberg, 1990)."""
     coins = sorted((weight, (symbol,)) for symbol, weight in enumerate(weights))
     packages: list[tuple[int, tuple[int, ...]]] = list(coins)
     for _ in range(longest - 1):
@@ -216,7 +219,7 @@ def code_lengths(weights: Sequence[int], longest: int = LONGEST) -> list[int]:
 
 
 def canonical(lengths: Sequence[int]) -> list[int]:
-    """Each symbol's code with the first bit lowest, and from bit 16 on its bits: codes ascend by length and symbol."""
+    """Each symbol's code, its first bit lowest, and from bit 16 on its length. Codes ascend by length and symbol."""
     entries, code, last = [0] * len(lengths), 0, 0
     for bits, symbol in sorted((bits, symbol) for symbol, bits in enumerate(lengths)):
         code <<= bits - last

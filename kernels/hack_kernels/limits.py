@@ -1,9 +1,9 @@
-"""Bounds that kernels keep and that memory is counted by."""
+"""Bounds that kernels keep to, and by which memory is planned."""
 
 from __future__ import annotations
 
 from typing import Final
 
 HELD_TOKENS: Final = 2**15
-"""Tokens whose pages a prompt's attention on a GPU holds dequantized at once, or those of one sequence if it has more:
-larger batches are attended to in parts."""
+"""The most tokens whose pages a prompt's attention on a GPU holds dequantized at once. Larger batches are attended to
+in parts. A single sequence may have more tokens."""

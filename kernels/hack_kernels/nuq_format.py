@@ -1,9 +1,9 @@
 """The page format of codes on non-uniform levels with outliers aside: KVQuant (arXiv 2401.18079, sections 3.1 to 3.6).
 
-A *vector* is what shares a range lo, hi: of K the rows of one channel of a page (3.1), of V the channels of one row. A
-few values of a vector, its *outliers*, are kept as they are (3.4). With z = (hi + lo) / 2 and r = (hi - lo) / 2 the
-others are x^ = pole·r + z; the *poles*, 2^b numbers from -1 to 1, are those of a layer (3.3, nuq). Planes in wire
-order, the contract of `install` and `export` (those of `v` follow; N vectors):
+The values of a *vector* share a range lo, hi. A vector of K is the rows of one channel of a page (3.1), a vector of V
+the channels of one row. A few values of a vector, its *outliers*, are kept as they are (3.4). With z = (hi + lo) / 2
+and r = (hi - lo) / 2 the other values are x^ = pole·r + z. A layer has its own *poles*, 2^b numbers from -1 to 1 (3.3,
+nuq). Planes in wire order, the contract of `install` and `export` (those of `v` follow; N vectors):
 
 =========  ============  =======  ========================================================================
 plane      shape         dtype    meaning
@@ -16,13 +16,13 @@ k_out      [2, N]        float16  the outlier
 k_first    [1]           float32  only of K of a calibrated format: the number of the page's first row
 =========  ============  =======  ========================================================================
 
-Without calibration a vector's outliers are its least and its largest value, the first of equals, and lo and hi are
-those of the rest. Calibrated, K has lo and hi by layer, head and channel (3.6), its outliers are the value farthest
-from z and the farthest of the others, and K rests as it was before the rotary embedding (3.2): row t, rotated back by t
-times the frequencies of its channel pairs, in FP32 and rounded to FP16. What is read is rotated again. A vector's
-number of outliers is fixed, so pages have one size.
+Without calibration a vector's outliers are its least and its largest value, the first of equals, and lo and hi are the
+bounds of the rest. With calibration K has lo and hi by layer, head and channel (3.6); its outliers are the value
+farthest from z and the farthest of the others. K then rests as it was before the rotary embedding (3.2): row t is
+rotated back by t times the frequencies of its channel pairs, in FP32, and rounded to FP16. Reading rotates it again. A
+vector's number of outliers is fixed, so pages have one size.
 
-A code is the number of bounds below x, which are z + r·(the middle of two poles), in FP32 without fused operations.
+A code is the number of bounds below x. Bounds are z + r·(the middle of two poles), in FP32 without fused operations.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.read_format import ReadFormat, packed_planes
 
 OUTLIERS: Final = 2
-"""Of a vector."""
+"""Outliers of a vector."""
 
 WIDTHS: Final = (2, 3, 4)
 """Bits of a code."""
 
 MOST_VALUES: Final = 256
-"""In a vector: places are bytes."""
+"""The most values in a vector, because places are bytes."""
 
 CUT: Final = 2.0
-"""Where the normal distribution ends whose poles serve without calibration, in standard deviations."""
+"""Where the normal distribution is cut, in standard deviations. Its poles serve where there is no calibration."""
 
 LARGEST: Final = 65504.0
 
@@ -62,7 +62,7 @@ class NuqSide:
     bits: int
     by_channel: bool
     ranged: bool
-    """Whether pages say the ranges of vectors; else they are known."""
+    """Whether pages hold the ranges of vectors; else a calibration has them."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class NuqFormat(ReadFormat):
     k_bits: int
     v_bits: int
     calibrated: bool = False
-    """Whether `NuqKernels.calibrate` says what a layer's poles and ranges are, and K rests unrotated."""
+    """Whether `NuqKernels.calibrate` gives a layer's poles and ranges, and K rests unrotated."""
     page_tokens: int = DEFAULT_PAGE_TOKENS
     fused: bool = True
 
     def __post_init__(self) -> None:
-        """Widths are known, places are bytes."""
+        """Check that widths are known and that places fit bytes."""
         for name in ("k", "v"):
             if self.side(name).bits not in WIDTHS:
                 raise ValueError(f"{name}: codes of {self.side(name).bits} bits; known: {WIDTHS}")
@@ -88,14 +88,14 @@ class NuqFormat(ReadFormat):
             raise ValueError(f"head_dim is {self.head_dim}; it must be even and at most {MOST_VALUES}")
 
     def side(self, name: str) -> NuqSide:
-        """Of "k" or "v"."""
+        """The settings of "k" or "v"."""
         if name == "k":
             return NuqSide(self.k_bits, by_channel=True, ranged=not self.calibrated)
         return NuqSide(self.v_bits, by_channel=False, ranged=True)
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        """Those of K, then those of V."""
+        """The planes of K, then the planes of V."""
         return (*self._planes_of("k"), *self._planes_of("v"))
 
     def _planes_of(self, name: str) -> tuple[Plane, ...]:
@@ -112,7 +112,7 @@ class NuqFormat(ReadFormat):
 
 @dataclass(frozen=True, slots=True)
 class NuqTables:
-    """What a calibration knows of a layer, float32."""
+    """The tables of a layer from a calibration, float32."""
 
     k_poles: Tensor
     """[2^k_bits], ascending."""
@@ -136,13 +136,13 @@ class NuqTables:
             raise ValueError(f"frequencies: shape {list(self.frequencies.shape)}, expected [{fmt.head_dim // 2}]")
 
     def to(self, device: torch.device) -> NuqTables:
-        """On another device."""
+        """A copy on another device."""
         moved = (each.to(device) for each in (self.k_poles, self.v_poles, self.k_range, self.frequencies))
         return NuqTables(*moved)
 
 
 class NuqKernels(PageKernels, Protocol):
-    """`PageKernels` for a `NuqFormat`; those of a calibrated one serve one layer each."""
+    """`PageKernels` for a `NuqFormat`. Kernels of a calibrated format serve one layer each."""
 
     def calibrate(self, tables: NuqTables) -> None:
         """Take the layer's tables, before pages are sealed. Raises `ValueError`."""
@@ -151,7 +151,7 @@ class NuqKernels(PageKernels, Protocol):
 
 @cache
 def normal_poles(bits: int) -> tuple[float, ...]:
-    """2^bits numbers from -1 to 1 that are nearest to those of a cut normal distribution (Lloyd, Max), to 12 bits."""
+    """The 2^bits numbers from -1 to 1 with the least error for a cut normal distribution (Lloyd, Max), to 12 bits."""
     normal, count = NormalDist(), 2**bits
     poles = [CUT * (2 * i + 1 - count) / count for i in range(count)]
     for _ in range(500):
@@ -170,13 +170,13 @@ def cos_sin_of(rows: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rows [..., D] float32 with the pairs (i, i + D/2) rotated by `cos` and `sin` [..., D/2]; by -sin, back."""
+    """Rows [..., D] float32 with the pairs (i, i + D/2) rotated by `cos` and `sin` [..., D/2]; -sin rotates back."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
 def unrotated(k: Tensor, starts: Tensor, frequencies: Tensor) -> Tensor:
-    """K of pages [P, Hkv, Π, D] FP16 whose first rows are `starts` [P], before the rotary embedding, FP16."""
+    """K of pages [P, Hkv, Π, D] FP16, whose first rows have numbers `starts` [P], before the rotary embedding, FP16."""
     rows = starts[:, None] + torch.arange(k.shape[2], device=k.device)
     cos, sin = (each[:, None] for each in cos_sin_of(rows, frequencies))
     return rotated(k.float(), cos, -sin).clamp(-LARGEST, LARGEST).half()

@@ -54,7 +54,7 @@ def with_notes(pool: Pool, notes: Sequence[Plane]) -> Pool:
 
 
 def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On the processor the system gives them at the first touch, so what is not used takes no memory."""
+    """Zeros. On the processor the system gives memory at the first touch, so unused parts take none."""
     size = prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < mmap.PAGESIZE:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -63,9 +63,9 @@ def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 def forget(rows: Tensor, slots: range) -> None:
-    """Give the memory of `slots` of `rows` [S, ...] back to the system, as far as they fill its pages.
+    """Give the memory of `slots` of `rows` [S, ...] back to the system, as far as the slots fill its pages.
 
-    What they held is lost; the next write takes memory again. Linux, on the processor; elsewhere nothing happens.
+    The slots' contents are lost; the next write takes memory again. Linux, on the processor; elsewhere nothing happens.
     """
     if rows.device.type != "cpu" or _DONT_NEED is None or not rows.is_contiguous():
         return

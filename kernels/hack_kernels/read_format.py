@@ -1,8 +1,8 @@
-"""Page formats whose kernels read each value by itself have this in common: how codes are packed, how to multiply.
+"""The common part of page formats whose kernels read values one by one: how codes are packed, how to multiply.
 
 Codes of K and of V, [Π, D], are packed along rows: byte (r, d) of a plane holds rows f·r .. f·r + f - 1 of channel d,
-f = 8 / bits, the first in the lowest bits. Widths of 3, 5 and 6 bits are a plane of the lower 2 or 4 bits and a plane
-`high` of those above. Pages rest in the order in which they travel.
+f = 8 / bits, the first in the lowest bits. Codes of 3, 5 and 6 bits have a plane of the lower 2 or 4 bits and a plane
+`high` of the bits above. Pages rest in wire order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ReadFormat(PageFormat):
     """A format of codes that become numbers where they are read."""
 
     fused: bool = True
-    """Whether attention converts in registers; else pages become FP16 rows in memory first, as the papers' rivals'."""
+    """Whether attention converts codes in registers. Else pages first become FP16 rows in memory, as in the papers."""
 
 
 def packed_planes(name: str, bits: int, page_tokens: int, head_dim: int, suffix: str = "") -> tuple[Plane, ...]:

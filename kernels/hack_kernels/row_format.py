@@ -26,8 +26,8 @@ class RowFormat(PageFormat):
     """Whether a page holds the rows that it was made of, unchanged. If not, attention goes page by page: a query sees
     its own page as it was, and earlier pages as they rest."""
     window: Window = OWN_PAGE_ONLY
-    """The window of the other layers. Here it only says how slots lie: rows of earlier pages are the same in either
-    place."""
+    """The window of the other layers. Here it only fixes the order of slots: slots and pool hold the same rows of
+    earlier pages."""
 
     def __post_init__(self) -> None:
         if self.window != OWN_PAGE_ONLY and not self.exact:

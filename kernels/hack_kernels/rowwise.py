@@ -1,7 +1,7 @@
-"""A model's operations on rows, and a decoded row's entry into its slot: in torch.
+"""A model's operations on rows, and the write of a decoded row to its slot, in torch.
 
-A backend inherits `Rowwise` and overrides operations that it computes in fewer passes; in C++ each is one call. The
-float32 forms are chosen so that a row does not depend on the rows beside it (`hackkv.model.llama` tells the
+A backend inherits `Rowwise` and overrides operations that it computes in fewer passes. In C++ each is one call. The
+float32 forms are chosen so that a row does not depend on the rows beside it (`hackkv.model.llama` has the
 measurement).
 """
 
@@ -24,7 +24,8 @@ class Rowwise:
     """Implements `RowKernels` on any device; `RowKernels` describes the arguments."""
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """Summed in float64: torch orders a float32 sum by the number of rows and threads, and the order shows."""
+        """Float32 is summed in float64, because torch's order of a float32 sum depends on the number of rows and
+        threads, and changes the result."""
         if isinstance(weight, BlockWeight):
             wide = None if bias is None else bias.float()
             return self.product(rounded_rows(x, weight.bits), weight.unpacked(), wide).to(x.dtype)
@@ -39,7 +40,7 @@ class Rowwise:
         return self.norm(x, norms[1], epsilon, self.product(self.gate(self.product(normed, gate_up)), down))
 
     def recorder(self) -> Recorder | None:
-        """None: torch's operators are what takes time."""
+        """None: torch's operators take the time, so a recorder would gain nothing."""
         return None
 
     def take(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ class Rowwise:
         return x.to(dtype)
 
     def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
-        """By the definition."""
+        """The numbers of the definition."""
         return weight.unpacked(dtype, ids)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
@@ -87,7 +88,7 @@ class Rowwise:
         )
 
     def rotate_rows(self, q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
-        """A call of `rotate_heads` for each that is rotated."""
+        """One call of `rotate_heads` for each tensor that is rotated."""
         k, v = (x.to(torch.float16).float() for x in (k, v))
         v = v if rotations.value is None else self.rotate_heads(v, rotations.value)
         return self.rotate_heads(q.float(), rotations.query), self.rotate_heads(k, rotations.key, rotations.shift), v
@@ -100,7 +101,7 @@ class Rowwise:
         return active.mul_(u)
 
     def new_chooser(self, rules: ChoiceRules, prompt_ids: Sequence[int]) -> Chooser:
-        """In host memory."""
+        """A chooser in host memory."""
         return NumpyChooser(rules, prompt_ids)
 
     def choose(self, given: ChoiceInput) -> list[int]:
@@ -108,7 +109,7 @@ class Rowwise:
         return choose(given)
 
     def choosing(self, given: ChoiceInput, *, later: bool = False) -> ChosenIds:
-        """`choose`, which waits. Nothing waits for a device here, so nobody asks for a later choice."""
+        """The ids of `choose`, which waits. No device works behind the host, so no caller asks for a later choice."""
         assert not later
         found = self.choose(given)
         return ChosenIds(torch.tensor(found, device=given.logits.device), lambda: found)
@@ -131,7 +132,7 @@ class Rowwise:
             open_rows[spans.slots, :, at] = open_rows[spans.slots, :, at].where(kept, x)
 
     def narrow(self, k: Tensor, v: Tensor, spans: Spans, faulty: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows at fault are counted by sequence, for a number of sequences that the host knows."""
+        """Faulty rows are counted by sequence. The host knows the number of sequences, so it does not wait."""
         k, v = (x.to(torch.float16).contiguous() for x in (k, v))
         bad = ~(torch.isfinite(k) & torch.isfinite(v)).flatten(1).all(dim=1)
         of_row = torch.searchsorted(spans.offsets, torch.arange(len(bad), device=k.device), right=True) - 1

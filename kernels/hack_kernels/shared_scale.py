@@ -1,6 +1,6 @@
-"""Centred codes whose scale all KV heads of a layer share, row by row, as CacheGen's code has it.
+"""Centred codes whose scale all KV heads of a layer share, row by row, as in CacheGen's code.
 
-Planes are those of `GroupFormat`; each head's scales are the same numbers. Whoever seals a page has to hold all heads.
+Planes are those of `GroupFormat`; each head's scales are the same numbers. A process that seals must hold all heads.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from hack_kernels.reference.groups import centred_planes
 
 
 class SharedScaleKernels:
-    """Implements `PageKernels` over those of a `GroupFormat` with centred codes, which do everything but seal."""
+    """Implements `PageKernels` over the kernels of a `GroupFormat` with centred codes, which do everything but seal."""
 
     def __init__(self, fmt: GroupFormat, below: PageKernels, kv_heads: int) -> None:
-        """`kv_heads` is how many the model has."""
+        """`kv_heads` is the model's number of KV heads."""
         self._fmt, self._below, self._kv_heads = fmt, below, kv_heads
 
     @property
     def served_by(self) -> str:
-        """Who attends."""
+        """The name of the backend that attends."""
         return self._below.served_by
 
     @property
     def approximation_s(self) -> float:
-        """As the kernels below report it."""
+        """The time that the kernels below report."""
         return self._below.approximation_s
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
-        """Those below."""
+        """The planes of the kernels below."""
         return self._below.new_planes(formats, num_pages, num_kv_heads)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
@@ -48,13 +48,13 @@ class SharedScaleKernels:
         self._below.install(pool, page_ids, {name: plane.contiguous() for name, plane in planes.items()})
 
     def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
-        """As the kernels below do."""
+        """Install by the kernels below."""
         self._below.install(pool, page_ids, planes)
 
     def export(self, pool: Pool, page_ids: Tensor) -> Planes:
-        """As the kernels below do."""
+        """Export by the kernels below."""
         return self._below.export(pool, page_ids)
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """As the kernels below do."""
+        """Attention by the kernels below."""
         return self._below.attend(layer, pool, spans, rows)

@@ -1,8 +1,8 @@
 """Which pages a query sees exactly: its own, the first ones of its sequence (sinks) and the last ones before its own.
 
-A slot of a `Pool` holds the exact rows of a sequence: page g has the place g if it is a sink, and a place of a ring
-behind the sinks if not. A page that leaves the ring gives its place to the page that enters. With no sinks and no
-recent pages, a slot is the open page alone.
+A slot of a `Pool` holds the exact rows of a sequence. A sink page g has the place g; any other page has a place in a
+ring behind the sinks. A page that leaves the ring gives its place to the page that enters. With no sinks and no recent
+pages, a slot is the open page alone.
 
 Letters: g, p pages, Π rows of a page.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 MOST_SINKS: Final = 2
 MOST_RECENT: Final = 2
 MOST_EXACT: Final = 3
-"""Pages beside a query's own."""
+"""The most exact pages beside a query's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Window:
         return self.sink + self.recent + 1
 
     def place(self, page: int) -> int:
-        """Where in a slot `page` lies, in pages."""
+        """The place of `page` in a slot, in pages."""
         return page if page < self.sink else self.sink + (page - self.sink) % (self.recent + 1)
 
     def coded(self, page: int) -> range:
@@ -59,21 +59,21 @@ class Window:
         return (*range(coded.start), *range(coded.stop, page))
 
     def runs(self, rows: int, page_tokens: int, first: int = 0) -> tuple[slice, ...]:
-        """Where in its slot the exact rows of a sequence of `rows` rows lie, page after page from number `first` on; no
-        run is empty. The open page is one of them."""
+        """The places in its slot of the exact rows of a sequence of `rows` rows, page after page from number `first`
+        on. No run is empty. The open page is one of them."""
         page, rest = divmod(rows, page_tokens)
         places = [(self.place(g) * page_tokens, page_tokens) for g in self.earlier(page) if g >= first]
         places += [(self.place(page) * page_tokens, rest)] * bool(rest)
         return tuple(slice(start, start + count) for start, count in places)
 
     def exact_rows(self, rows: int, page_tokens: int, first: int = 0) -> int:
-        """How many rows of a sequence of `rows` rows are kept exactly, of pages from number `first` on."""
+        """The number of rows that are kept exactly of a sequence of `rows` rows, in pages from number `first` on."""
         page, rest = divmod(rows, page_tokens)
         coded = self.coded(page)
         return (max(0, coded.start - first) + max(0, page - max(coded.stop, first))) * page_tokens + rest
 
     def at(self, rows: Tensor, page_tokens: int) -> Tensor:
-        """Where in their slots the rows of these numbers lie, int64."""
+        """The places of rows with numbers `rows` in their slots, int64."""
         page = rows // page_tokens
         ring = self.sink + (page - self.sink) % (self.recent + 1)
         return page.where(page < self.sink, ring) * page_tokens + rows % page_tokens

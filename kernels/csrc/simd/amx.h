@@ -8,8 +8,8 @@ namespace hack {
 
 struct Amx : Avx512 {
   static constexpr const char* name = "avx512-amx";
-  // While it lives, the thread's tiles have 16 rows; the library's products shape them anew for each call. Tiles 0 to 5
-  // have rows of so many bytes, the others of 64.
+  // While an object lives, the thread's tiles have 16 rows: tiles 0 to 5 rows of `row_bytes` bytes, the others of 64.
+  // (The library's products configure tiles anew for each call.)
   class Tiles {
    public:
     explicit Tiles(int row_bytes) {
@@ -26,8 +26,8 @@ struct Amx : Avx512 {
     Tiles& operator=(const Tiles&) = delete;
   };
 
-  // While it lives, tiles 4 and 5 have 16 rows of a block of x, tiles 6 and 7 a block of 16 rows of a weight in quads,
-  // and the others 16 rows of 16 sums (block_matrix.h).
+  // While an object lives, tiles 4 and 5 have 16 rows of a block of x, tiles 6 and 7 a block of 16 rows of a weight in
+  // quads, and the others 16 rows of 16 sums (block_matrix.h).
   class BlockTiles {
    public:
     BlockTiles() {
@@ -53,13 +53,12 @@ struct Amx : Avx512 {
   // Products of a page with a tile of rows in lanes (lanes.h), 64 bytes of both at a time. Rows of the page are the
   // matrix unit's rows, so their number is a multiple of 16.
   struct Step {
-    std::int64_t a;  // where a step's bytes begin: of the page's first row,
-    std::int64_t b;  // and of the tile, in vectors of a tile with one
+    std::int64_t a;  // where a step's bytes begin in the page's first row
+    std::int64_t b;  // where they begin in the tile, if it has one vector; times NV if it has NV
   };
   enum class Product { kCodes, kUnsignedCodes, kPairs };  // signed or unsigned bytes times signed ones; pairs in BF16
 
-  // out [n, NV, 16] = Σ over steps of a [n, 64 bytes], rows `stride` bytes apart, · b [16, NV, 16 words], added to what
-  // stands there if `adds`.
+  // out [n, NV, 16] = Σ over steps of a [n, 64 bytes], rows `stride` bytes apart, · b [16, NV, 16 words]; += if `adds`.
   template <Product kind, int NV, bool adds>
   static void lane_products(const void* a, std::int64_t stride, int n, const Step* steps, int count, const void* b,
                             void* out) {

@@ -19,7 +19,7 @@ struct Avx2 {
   static constexpr int kProductRows = 4;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 3;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 8;
-  static constexpr int kProductCache = 1 << 14;  // bytes of x that stay in the first-level cache meanwhile
+  static constexpr int kProductCache = 1 << 14;  // bytes of x that stay in the first-level cache during a product
   static constexpr bool kMultipliesWords = true;  // products with codes of a weight: block_tiles.h
   struct F {
     __m256 a, b;
@@ -196,7 +196,7 @@ struct Avx2 {
     return {byte_dot(acc.a, codes.a, even(signed_bytes.a), odd(signed_bytes.a)),
             byte_dot(acc.b, codes.b, even(signed_bytes.b), odd(signed_bytes.b))};
   }
-  // Of products with codes of a weight (block_words.h): every other field of `bits` bits from `shift` on, as a word.
+  // For products with codes of a weight (block_words.h): of every word of 16 bits, the `bits` bits from `shift` on.
   template <int bits, int shift>
   static I words(I x) {
     const __m256i mask = _mm256_set1_epi16((1 << bits) - 1);
@@ -210,22 +210,22 @@ struct Avx2 {
   static I word_dot(I acc, I x, I y) {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
   }
-  // 16 words, of four those in the order 0, 2, 1, 3.
+  // Stores 16 words. Each four of them are in the order 0, 2, 1, 3.
   static void store_words(std::int16_t* p, I x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
     _mm256_storeu_si256((__m256i*)p, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
   }
-  // The same with unsigned bytes.
+  // `dot` with unsigned bytes.
   template <int bits = kNarrow>
   static I dot_unsigned(I acc, I codes, I bytes) {
     if constexpr (bits <= kNarrow) return {half_dot(acc.a, bytes.a, codes.a), half_dot(acc.b, bytes.b, codes.b)};
     return {byte_dot(acc.a, codes.a, even_unsigned(bytes.a), odd_unsigned(bytes.a)),
             byte_dot(acc.b, codes.b, even_unsigned(bytes.b), odd_unsigned(bytes.b))};
   }
-  // Of products with rows in lanes: their vectors of rows, and the words of a page that share them.
+  // Accumulators of a product with rows in lanes: vectors of rows, times words of a page.
   static constexpr int kLaneVectors = 1;
   static constexpr int kLaneRows = 4;
-  // Sums of so many pairs of products of a code and a byte fit 16 bits; 0: sums have 32 bits.
+  // The number of steps, each a pair of products of a code and a byte, whose sums fit 16 bits; 0: sums have 32 bits.
   template <int bits>
   static constexpr int kRunOfDots = bits <= kNarrow ? 128 >> bits : 0;
   template <int bits>
@@ -246,7 +246,7 @@ struct Avx2 {
     };
     return {half(a.a, b.a, c.a, d.a), half(a.b, b.b, c.b, d.b)};
   }
-  // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
+  // W is 8 words of 32 bits, each in the lower half of 64 bits. A product fills all 64.
   static W splat_word(std::uint32_t x) { return {_mm256_set1_epi64x(x), _mm256_set1_epi64x(x)}; }
   static W multiply(W x, std::uint32_t y) {
     const __m256i factor = _mm256_set1_epi64x(y);
@@ -254,9 +254,9 @@ struct Avx2 {
   }
   static W upper(W x) { return {_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
   static W bit_xor(W x, W y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
-  // The numbers 0..7 in the order that `shorts` wants: the even ones in the first half, as pairs of 128 bits unpack.
+  // The numbers 0..7 in the order for `shorts`: the even ones in the first half, as unpacking pairs of 128 bits needs.
   static W block_numbers() { return {_mm256_set_epi64x(6, 2, 4, 0), _mm256_set_epi64x(7, 3, 5, 1)}; }
-  // Four words of each of 8 blocks -> 16-bit halves in order, those of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+  // Four words of each of 8 blocks -> their 16-bit halves in order, of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
   static void shorts(const W (&words)[4], I (&out)[4]) {
     half_shorts(words[0].a, words[1].a, words[2].a, words[3].a, out[0], out[1]);
     half_shorts(words[0].b, words[1].b, words[2].b, words[3].b, out[2], out[3]);

@@ -157,18 +157,19 @@ struct Avx512 {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(signed_bytes));
     return acc;
   }
-  // The same with unsigned bytes. Codes of 8 bits are read as signed, 256 less where the top bit is set.
+  // `dot` with unsigned bytes. Codes of 8 bits are read as signed, 256 less where the top bit is set; the second
+  // product adds that again.
   template <int bits = kNarrow>
   static I dot_unsigned(I acc, I codes, I bytes) {
     acc = dot(acc, bytes, codes);
     if constexpr (bits <= kNarrow) return acc;
     return add_int(acc, _mm512_slli_epi32(dot(zero_int(), bytes, plane<1, 7>(codes)), 8));
   }
-  // Of products with rows in lanes: their vectors of rows, and the words of a page that share them.
+  // Accumulators of a product with rows in lanes: vectors of rows, times words of a page.
   static constexpr int kLaneVectors = 2;
   static constexpr int kLaneRows = 8;
   template <int bits>
-  static constexpr int kRunOfDots = 0;  // no sum is too small for any number of products
+  static constexpr int kRunOfDots = 0;  // sums of 32 bits hold any number of products
   template <int bits>
   static I run_dot(I sum, I codes, I signed_bytes) {
     return dot(sum, codes, signed_bytes);
@@ -179,14 +180,14 @@ struct Avx512 {
     const I shorts = _mm512_packus_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
     return _mm512_shuffle_epi8(shorts, _mm512_set4_epi32(0x0F0B0703, 0x0E0A0602, 0x0D090501, 0x0C080400));
   }
-  // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
+  // W is 8 words of 32 bits, each in the lower half of 64 bits. A product fills all 64.
   static W splat_word(std::uint32_t x) { return _mm512_set1_epi64(x); }
   static W multiply(W x, std::uint32_t y) { return _mm512_mul_epu32(x, _mm512_set1_epi64(y)); }
   static W upper(W x) { return _mm512_srli_epi64(x, 32); }
   static W bit_xor(W x, W y) { return _mm512_xor_si512(x, y); }
-  // The numbers 0..7 in the order that `shorts` wants: the even ones in the first half, as pairs of 128 bits unpack.
+  // The numbers 0..7 in the order for `shorts`: the even ones in the first half, as unpacking pairs of 128 bits needs.
   static W block_numbers() { return _mm512_set_epi64(7, 3, 5, 1, 6, 2, 4, 0); }
-  // Four words of each of 8 blocks -> 16-bit halves in order, those of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+  // Four words of each of 8 blocks -> their 16-bit halves in order, of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
   static void shorts(const W (&words)[4], I (&out)[4]) {
     const W first = _mm512_mask_shuffle_epi32(words[0], 0xAAAA, words[1], _MM_PERM_CCAA);
     const W last = _mm512_mask_shuffle_epi32(words[2], 0xAAAA, words[3], _MM_PERM_CCAA);

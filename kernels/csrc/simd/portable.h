@@ -1,4 +1,4 @@
-// 16 lanes as the vectors that GCC and Clang have for every processor: they cut them into those that it has.
+// 16 lanes as vectors of GCC and Clang, for every processor: the compiler cuts them into the processor's own vectors.
 #pragma once
 
 #include <bit>
@@ -56,8 +56,8 @@ struct Portable {
   static F mul(F x, F y) { return x * y; }
   static F div(F x, F y) { return x / y; }
   static F fma(F x, F y, F z) { return x * y + z; }  // two roundings: a true fma is a library call on old processors
-  // One rounding. The product is exact in FP64. The sum is rounded to odd there, after which rounding to FP32 is that of
-  // the exact sum (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008).
+  // One rounding. The product is exact in FP64. The sum is rounded to odd in FP64; rounding that to FP32 gives the same
+  // as rounding the exact sum (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008).
   static F fused(F x, F y, F z) {
     const D product = __builtin_convertvector(x, D) * __builtin_convertvector(y, D), term = __builtin_convertvector(z, D);
     const D sum = product + term, back = sum - product;
@@ -171,11 +171,11 @@ struct Portable {
   static I dot_unsigned(I acc, I codes, I bytes) {
     return sum_products<std::uint8_t>(acc, codes, bytes);
   }
-  // Of products with rows in lanes: their vectors of rows, and the words of a page that share them.
+  // Accumulators of a product with rows in lanes: vectors of rows, times words of a page.
   static constexpr int kLaneVectors = 1;
   static constexpr int kLaneRows = 4;
   template <int bits>
-  static constexpr int kRunOfDots = 0;  // no sum is too small for any number of products
+  static constexpr int kRunOfDots = 0;  // sums of 32 bits hold any number of products
   template <int bits>
   static I run_dot(I sum, I codes, I signed_bytes) {
     return dot(sum, codes, signed_bytes);
@@ -183,14 +183,14 @@ struct Portable {
   static I run_total(I run) { return run; }
   // Lanes of numbers in 0..127 to lanes of four bytes.
   static I quads_of(I a, I b, I c, I d) { return a | b << 8 | c << 16 | d << 24; }
-  // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
+  // W is 8 words of 32 bits, each in the lower half of 64 bits. A product fills all 64.
   static W splat_word(std::uint32_t x) { return std::uint64_t(x) + W{}; }
   static W multiply(W x, std::uint32_t y) { return (x & 0xFFFFFFFFu) * std::uint64_t(y); }
   static W upper(W x) { return x >> 32; }
   static W bit_xor(W x, W y) { return x ^ y; }
-  // The numbers 0..7 in the order that `shorts` wants.
+  // The numbers 0..7 in the order for `shorts`.
   static W block_numbers() { return W{0, 2, 4, 6, 1, 3, 5, 7}; }
-  // Four words of each of 8 blocks -> 16-bit halves in order, those of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+  // Four words of each of 8 blocks -> their 16-bit halves in order, of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
   static void shorts(const W (&words)[4], I (&out)[4]) {
     for (int i = 0; i < 4; ++i)
       out[i] =
@@ -213,7 +213,7 @@ struct Portable {
     const F nearest = round(x);
     return nearest > x ? nearest - 1.0f : nearest;
   }
-  // Each of 4 sums goes over bytes that are as far apart as lanes are.
+  // Step j of 4 multiplies byte j of every lane.
   template <class Byte>
   static I sum_products(I acc, I codes, I bytes) {
     constexpr bool is_signed = std::is_signed_v<Byte>;

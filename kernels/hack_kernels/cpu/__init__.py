@@ -83,11 +83,11 @@ class CpuBackend:
         return ()
 
     def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:
-        """By `xxhash`."""
+        """XXH3-64 by the library `xxhash`."""
         return xxh3_64(pieces, seed)
 
     def use_threads(self, threads: int) -> None:
-        """Torch's and those of the C++ kernels."""
+        """Set the threads of torch and of the C++ kernels."""
         torch.set_num_threads(threads)
         self.threads = threads
 

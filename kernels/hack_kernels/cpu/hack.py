@@ -30,7 +30,7 @@ class HackCpu(RestingCodes):
         self._native.seal(self._native_format, layer, pool.planes, *rows, pool.head_start)
 
     def requantize(self, layer: int, pool: Pool, spans: Spans, k: Tensor, v: Tensor) -> None:
-        """In native order: old K rows are not touched, and V passes through FP16 in scratch memory."""
+        """Requantize in native order. Old K rows are not touched; V passes through FP16 in scratch memory."""
         rows = (k.contiguous(), v.contiguous())
         where = (span_tensors(spans), *rows, pool.head_start)
         self._native.requantize(self._native_format, layer, pool.planes, *where)
@@ -42,7 +42,7 @@ class HackCpu(RestingCodes):
         super().install(pool, page_ids, planes)
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """Decode reads packed codes as they lie; many queries unpack a page once per block of them."""
+        """Few queries read packed codes as they rest. Many queries unpack a page once per block of queries."""
         return attend(self._native, self._native_format, layer, pool, spans, rows)
 
 

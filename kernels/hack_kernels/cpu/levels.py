@@ -28,7 +28,7 @@ class LevelCpu(RestingCodes):
         """Layer -> the format with that layer's feedback."""
 
     def set_feedback(self, layer: int, feedback: Feedback) -> None:
-        """Gains are kept in the order in which the kernel reads them: a channel's level goes to eight at once."""
+        """Keep gains in the order of the kernel, which applies a channel's level to eight channels at once."""
         feedback.check(self.fmt.head_dim)
         blocks = feedback.gains.mT.unflatten(-1, (-1, GAIN_BLOCK)).transpose(1, 2)  # [heads, D/8, D, 8]
         self._sealing[layer] = native_format(self.fmt, Feedback(blocks.contiguous(), feedback.weights.contiguous()))
@@ -40,7 +40,7 @@ class LevelCpu(RestingCodes):
         self._native.seal(self._sealing.get(layer, self._native_format), layer, pool.planes, *rows, pool.head_start)
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """Decode reads packed codes as they lie; many queries unpack a page once per block of them."""
+        """Few queries read packed codes as they rest. Many queries unpack a page once per block of queries."""
         return attend(self._native, self._native_format, layer, pool, spans, rows)
 
 

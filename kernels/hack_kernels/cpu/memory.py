@@ -21,8 +21,8 @@ def zeroed_planes(formats: Sequence[PageFormat], num_pages: int, num_kv_heads: i
     """Zeroed planes [N, Hkv, *shape] of layers with these formats, views of one record for each page, in huge pages
     where the system has them.
 
-    With system pages of 4 KiB, each access to a KV page would cost a page-table walk. In records of all layers, the
-    first pages that are used touch one huge page and not one for each layer and plane. A plane begins at a cache line.
+    With system pages of 4 KiB, each access to a KV page would cost a page-table walk. A record holds the planes of all
+    layers, so the first KV pages touch one huge page, not one for each layer and plane. A plane begins at a cache line.
     """
     specs = [(layer, spec) for layer, fmt in enumerate(formats) for spec in fmt.planes]
     sizes = [num_kv_heads * math.prod(spec.shape) * spec.dtype.itemsize for _, spec in specs]

@@ -38,11 +38,11 @@ class ReadCpu(WireOrder):
         """`native` are the compiled kernels, `native_format` is `fmt` as they take it."""
         super().__init__(fmt, torch.device("cpu"))
         self.approximation_s = 0.0
-        """Seconds spent on writing FP16 rows; where the conversion is fused it has no time of its own."""
+        """Seconds spent on writing FP16 rows. A fused conversion has no time of its own."""
         self._fmt, self._native, self._native_format = fmt, native, native_format
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
-        """In huge pages where the system has them."""
+        """Zeroed planes, in huge pages where the system has them."""
         return zeroed_planes(formats, num_pages, num_kv_heads)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
@@ -63,7 +63,7 @@ class ReadCpu(WireOrder):
         return attend(self._native, rows_format, layer, pool, spans, rows)
 
     def _as_rows(self, pool: Pool, spans: Spans) -> tuple[Pool, Spans]:
-        """The pages that `spans` read, as FP16 rows in a pool of their own, and where they stand there."""
+        """The pages that `spans` read, as FP16 rows in a pool of their own, and spans with their numbers there."""
         pages = (spans.starts + spans.counts - 1) // self._fmt.page_tokens
         read = torch.arange(spans.table.shape[-1]) < pages[:, None]
         read = read if spans.table.dim() == 2 else read[:, None].expand_as(spans.table)
@@ -87,7 +87,7 @@ class NuqCpu(ReadCpu):
         self._frequencies: Tensor | None = None
 
     def calibrate(self, tables: NuqTables) -> None:
-        """Take them."""
+        """Keep the tables for sealing and attention."""
         tables.check(self.fmt)
         self._frequencies, self._native_format = tables.frequencies, native_nuq_format(self.fmt, tables)
 

@@ -1,7 +1,7 @@
 """Recorded steps: calls of the compiled kernels, made again with no Python between them.
 
-Only what the kernels do is taken down. Work that has torch compute something, other than views and empty tensors, is
-not recorded: it is done anew each time.
+Only calls of the kernels are recorded. If torch computes something in a step, other than views and empty tensors, the
+step is not recorded: it runs anew each time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LINE: Final = 64
 
 
 class CpuRecorder:
-    """Implements `Recorder`. All that it records shares one memory."""
+    """Implements `Recorder`. All its recorded steps share one memory."""
 
     queues = False
 
@@ -31,7 +31,7 @@ class CpuRecorder:
         self._room = _Room()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder`. If torch computes in `work`, this is `work` itself, which has then begun once for nothing."""
+        """See `Recorder`. If torch computes in `work`, the result is `work` itself, and a first run was in vain."""
         try:
             with _KernelsOnly(self._room):
                 program: Callable[[], None] = compiled().record(work)
@@ -41,7 +41,7 @@ class CpuRecorder:
 
 
 class _TorchComputes(Exception):
-    """An operator has values as its result that no kernel made."""
+    """An operator's result has values that no kernel computed."""
 
 
 class _KernelsOnly(TorchDispatchMode):
@@ -53,7 +53,7 @@ class _KernelsOnly(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nobody compiles what is recorded. To see to that, torch would import its compiler, for two seconds."""
+        """False: nobody compiles recorded steps. With True torch would import its compiler, which takes two seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,14 +65,14 @@ class _KernelsOnly(TorchDispatchMode):
 
 
 class _Room:
-    """Memory for tensors, a power of two each. It is never given back: a program that has run may run again."""
+    """Memory for tensors, in pieces of 2^n bytes. The system never gets it back: a recorded program may run again."""
 
     def __init__(self) -> None:
         self._free = defaultdict[int, list[Tensor]](list)
-        """Size in bytes -> memory that no tensor has."""
+        """Size in bytes -> memory that no tensor uses."""
 
     def empty(self, like: Tensor) -> Tensor:
-        """A tensor with the shape, strides and dtype of `like`, whose memory is free again when its storage is gone."""
+        """A tensor with the shape, strides and dtype of `like`. Its memory is free again when its storage is gone."""
         size = max(_LINE, 1 << (like.untyped_storage().nbytes() - 1).bit_length())
         free = self._free[size]
         memory = free.pop() if free else torch.empty(size, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Pages whose codes rest in the order that the vector unit wants (csrc/hack_format.h); C++ converts bit-exactly."""
+"""Pages whose codes rest in the order that the vector unit needs (csrc/hack_format.h); C++ converts bit-exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hack_kernels.cpu.memory import zeroed_planes
 
 
 class RestingCodes:
-    """The part of `PageKernels` that moves pages, for formats with codes of their own order."""
+    """The part of `PageKernels` that moves pages, for formats whose codes rest in native order."""
 
     def __init__(self, fmt: PageFormat, native: Any, native_format: Any) -> None:
         """`native` are the compiled kernels, `native_format` is `fmt` as they take it."""
@@ -24,7 +24,7 @@ class RestingCodes:
         self._native_format = native_format
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
-        """In huge pages where the system has them."""
+        """Zeroed planes, in huge pages where the system has them."""
         return zeroed_planes(formats, num_pages, num_kv_heads)
 
     def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:

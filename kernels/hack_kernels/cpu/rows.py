@@ -1,4 +1,4 @@
-"""Pages of FP16 rows, multiplied in FP32, or in BF16 where queries are BF16 and the processor has such products."""
+"""Pages of FP16 rows, multiplied in FP32, or in BF16 if queries are BF16 and the processor has BF16 products."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ class RowCpu(RowReference):
 
 
 def with_own_pages(pool: Pool, spans: Spans) -> tuple[Pool, Spans]:
-    """Copies of the open pages of `spans`, in slots that hold nothing else: C++ takes rows without a window, and what
-    a window keeps besides rests in pages as the same rows."""
+    """Copies of the open pages of `spans`, in slots that hold nothing else.
+
+    C++ takes rows without a window. The other exact pages of a window also rest in the pool, as the same rows.
+    """
     pi, own = pool.page_tokens, torch.arange(spans.slots.numel())
     place = pool.window.at(spans.starts, pi) // pi
     k, v = (x.unflatten(2, (-1, pi))[spans.slots, :, place] for x in (pool.open_k, pool.open_v))

@@ -1,5 +1,5 @@
-"""A model's operations on rows, one C++ call each. The binding checks the arguments of calls in a decode step,
-because a check costs more in Python than in C++."""
+"""A model's operations on rows, one C++ call each. The binding checks the arguments, because a check costs more in
+Python than in C++."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RowwiseCpu(Rowwise):
         self._native = native
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """Every sum has one order; the weight is read as it rests."""
+        """A product in which every sum has one order. The weight is read as it rests."""
         if isinstance(weight, BlockWeight):
             out = x.new_empty(x.shape[0], weight.rows)
             self._native.block_product(x, weight.data, bias, out)
@@ -36,13 +36,13 @@ class RowwiseCpu(Rowwise):
         return out
 
     def finish_layer(self, x: Tensor, mixed: Tensor, matrices: Matrices, norms: Norms, epsilon: float) -> Tensor:
-        """One C++ call: six operations of a decode step for the time in Python of one."""
+        """One C++ call for six operations, which saves the time of five calls in Python."""
         room, out = x.new_empty(x.shape[0], x.shape[1] + 3 * matrices[2].shape[1]), torch.empty_like(x)
         self._native.finish_layer(x, mixed, tuple(map(_data, matrices)), *norms, epsilon, room, out)
         return out
 
     def recorder(self) -> Recorder | None:
-        """Calls of C++, made again without Python."""
+        """A recorder of C++ calls, which makes them again without Python."""
         return CpuRecorder()
 
     def take(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -78,13 +78,13 @@ class RowwiseCpu(Rowwise):
     def rotate_heads(
         self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Products as those of `product`, head by head."""
+        """Products in the order of `product`, head by head."""
         out = torch.empty(x.shape, dtype=dtype)
         self._native.turn_heads(((x, matrices, shift, False, out),))
         return out
 
     def rotate_rows(self, q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
-        """One call for all three, which reads them as they rest."""
+        """One C++ call for Q, K and V, which reads them as they lie."""
         to_q, to_k, to_v = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v))
         of_q, of_k = (q, rotations.query, None, False, to_q), (k, rotations.key, rotations.shift, True, to_k)
         self._native.turn_heads((of_q, of_k, (v, rotations.value, None, True, to_v)))
@@ -97,12 +97,12 @@ class RowwiseCpu(Rowwise):
         return out
 
     def new_chooser(self, rules: ChoiceRules, prompt_ids: Sequence[int]) -> Chooser:
-        """An object of C++."""
+        """A C++ object with the rules and the ids that they need."""
         made: Chooser = compiled().chooser(rules, prompt_ids)
         return made
 
     def choose(self, given: ChoiceInput) -> list[int]:
-        """Greedy rows in one pass; other rows select what they sort."""
+        """Greedy rows take one pass. Other rows select few candidates before they sort."""
         found: list[int] = self._native.choose(given.logits, given.choosers, given.faulty, given.allowed)
         return found
 
@@ -112,7 +112,7 @@ class RowwiseCpu(Rowwise):
         return found
 
     def append(self, pool: Pool, spans: Spans, k: Tensor, v: Tensor, faulty: Tensor) -> None:
-        """A row is rounded before it is written."""
+        """Each row is rounded in scratch memory before it is written."""
         window = (pool.window.sink, pool.window.recent)
         self._native.append(pool.open_k, pool.open_v, spans.starts, spans.slots, k, v, *window, faulty)
 

@@ -39,11 +39,11 @@ class ReferenceBackend:
         return ()
 
     def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:
-        """By `xxhash`, on the host."""
+        """XXH3-64 by the library `xxhash`, on the host."""
         return xxh3_64(pieces, seed)
 
     def use_threads(self, threads: int) -> None:
-        """Torch's are all there are."""
+        """Set torch's threads. There are no others."""
         torch.set_num_threads(threads)
 
 

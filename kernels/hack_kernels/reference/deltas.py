@@ -21,10 +21,10 @@ class DeltaReference(ReadingReference):
         self.fmt = fmt
         self._anchors, self._others = fmt.anchors.to(device), fmt.others.to(device)
         self._place = torch.cat((self._anchors, self._others)).argsort()
-        """Where a row stands among anchors and, behind them, the others."""
+        """[Π] int64: the place of each row in the list of anchors followed by the other rows."""
 
     def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
-        """Anchors first: deltas are taken against what they will be read as."""
+        """Anchors are quantized first: deltas are taken from the anchors as they will be read."""
         bits, centre = self.fmt.side(name).bits, self.fmt.side(name).centre
         x = rows.float()
         anchors = x[..., self._anchors, :]
@@ -40,7 +40,7 @@ class DeltaReference(ReadingReference):
         return {f"{name}_anchor": of_anchors.to(torch.uint8), **planes, f"{name}_scale": scale}
 
     def dequantize(self, name: str, planes: Planes, heads: slice = ALL_HEADS) -> Tensor:
-        """An anchor, or a delta and the anchor of its group."""
+        """Rows: an anchor, or a delta plus the anchor of its group."""
         centre = self.fmt.side(name).centre
         scale = planes[f"{name}_scale"].float()
         anchors = _read(planes[f"{name}_anchor"].float(), ANCHOR_CENTRE, scale[..., self._anchors, :])
@@ -49,7 +49,7 @@ class DeltaReference(ReadingReference):
         return torch.cat((anchors, others), -2)[..., self._place, :]
 
     def unpacked(self, name: str, planes: Planes) -> Tensor:
-        """Codes of deltas uint8 [..., N, D]; the planes end where the last row does."""
+        """Codes of deltas uint8 [..., N, D]. Planes end with the last row, so they are padded to whole bytes first."""
         bits = self.fmt.side(name).bits
         count, low = len(self._others), LOW_BITS.get(bits, bits)
         whole = -(-count // 8)

@@ -19,7 +19,7 @@ class FloatReference(ReadingReference):
         self.fmt = fmt
 
     def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
-        """Codes of rows over their scales."""
+        """Codes of rows divided by their scales."""
         fmt, blocks = self.fmt, rows.float().unflatten(-1, (-1, self.fmt.block))
         scales, steps = scales_of(fmt, name, blocks)
         return pack_codes(name, encode(fmt.element, blocks / steps).flatten(-2), fmt.element.bits) | scales
@@ -33,17 +33,17 @@ class FloatReference(ReadingReference):
 
 
 def scales_of(fmt: FloatFormat, name: str, blocks: Tensor) -> tuple[Planes, Tensor]:
-    """Blocks [..., Π, D/block, block] FP32 -> their planes of scales, and what each block is divided by."""
+    """Blocks [..., Π, D/block, block] FP32 -> their planes of scales, and each block's divisor."""
     largest, scale, gain = blocks.abs().amax(-1), f"{name}_scale", f"{name}_gain"
     whole = largest.amax((-2, -1))[..., None]
     if fmt.scaling is Scaling.PAGE:
         step = whole / fmt.element.largest
-        # A division that rounded down would push the largest value past the element's.
+        # If the division rounded down, the largest value would lie beyond the element's largest.
         step = torch.where(step * fmt.element.largest < whole, step.nextafter(torch.full_like(step, torch.inf)), step)
         planes = {scale: torch.where(step == 0, torch.ones_like(step), step)}
         return planes, steps_of(fmt, name, planes)
     if fmt.scaling is Scaling.POWER:
-        # The exponent of a float, and of 0 the least; frexp's mantissa is below 1.
+        # frexp's mantissa is below 1, so its exponent is one above a float's. A block of zeros gets the least byte.
         exponent = torch.frexp(largest).exponent - 1 - int(torch.tensor(fmt.element.largest).log2())
         planes = {scale: torch.where(largest == 0, 0, (exponent + 127).clamp(0, 254)).to(torch.uint8)}
         return planes, steps_of(fmt, name, planes)
@@ -77,6 +77,6 @@ def encode(element: Element, x: Tensor) -> Tensor:
 
 
 def decode(element: Element, codes: Tensor) -> Tensor:
-    """What the codes stand for, FP32."""
+    """The values of codes, FP32."""
     sizes = element.sizes_on(codes.device)
     return torch.cat((sizes, -sizes))[codes.long()]

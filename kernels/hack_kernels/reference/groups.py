@@ -20,7 +20,7 @@ class GroupReference(ReadingReference):
         self.fmt = fmt
 
     def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
-        """Group by group."""
+        """Quantize group by group."""
         side = self.fmt.side(name)
         if side.centre:
             return centred_planes(name, side, rows, rows.float().abs().amax(-1, keepdim=True))
@@ -29,7 +29,7 @@ class GroupReference(ReadingReference):
         return pack_codes(name, _ungrouped(side, made.codes), side.bits, "_codes") | planes
 
     def dequantize(self, name: str, planes: Planes, heads: slice = ALL_HEADS) -> Tensor:
-        """s·c + m."""
+        """Rows: s·c + m, or a·(c - C) / C of centred codes."""
         side = self.fmt.side(name)
         codes, scale = unpack_codes(name, planes, side.bits, "_codes").float(), planes[f"{name}_scale"].float()
         if side.centre:

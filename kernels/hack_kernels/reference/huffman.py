@@ -24,7 +24,7 @@ class HuffmanReference(ReadingReference):
         self.fmt = fmt
 
     def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
-        """Rung by rung, until every page fits."""
+        """Quantize with one rung after another, until every page fits."""
         side, x, books = self.fmt.side(name), rows.float(), self._books(name)
         found: tuple[Tensor, ...] = ()
         fits = torch.zeros(x.shape[:-2], dtype=torch.bool, device=x.device)
@@ -68,8 +68,8 @@ class HuffmanReference(ReadingReference):
 
 
 def steps(x: Tensor, unit: Unit, rung: float) -> tuple[Tensor, Tensor]:
-    """s and n of units of pages x [..., Π, D] whose steps are `rung` of their ranges, float32: [..., Π, D] but for the
-    axes that a unit spans, which are 1."""
+    """s and n, float32, of the units of pages x [..., Π, D], with steps of `rung` times their ranges. Their shape is
+    [..., Π, D], with 1 for the axes that a unit spans."""
     least, most = x.amin(ALONG[unit], keepdim=True), x.amax(ALONG[unit], keepdim=True)
     wanted = torch.maximum((most - least) * rung, torch.maximum(-least, most) * 2.0**-14)
     step = fp16_up(wanted.clamp(max=LARGEST_FP16)).float()
@@ -78,11 +78,11 @@ def steps(x: Tensor, unit: Unit, rung: float) -> tuple[Tensor, Tensor]:
 
 
 def choice(books: Books, codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The fewest bits that the codes [..., n] of pages take, with which book, around which centre: [...] int64."""
+    """For the codes [..., n] of pages: the fewest bits that they take, the book and the centre, each [...] int64."""
     lengths = (books.codes >> 16).long()
     symbols = lengths.shape[1]
     shifted = (torch.arange(symbols)[:, None] - torch.arange(symbols)).remainder(symbols).to(codes.device)
-    costs = lengths[:, shifted].permute(1, 0, 2).flatten(1)  # [A, B·A]: of a code, with each book and centre
+    costs = lengths[:, shifted].permute(1, 0, 2).flatten(1)  # [A, B·A]: bits of a code with each book and centre
     seen = torch.zeros((*codes.shape[:-1], symbols), dtype=torch.float64, device=codes.device)
     seen.scatter_add_(-1, codes, torch.ones_like(codes, dtype=torch.float64))
     bits, at = (seen @ costs.double()).min(-1)  # whole numbers, exact in FP64
@@ -90,14 +90,14 @@ def choice(books: Books, codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def encoded(entries: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Codes, as `Books.codes` has them [..., n] -> sizes of slices [..., 16] int16, and their bytes [..., size]."""
+    """Entries [..., n] of `Books.codes` -> sizes of slices [..., 16] int16, and their bytes [..., size]."""
     lengths = (entries >> 16).unflatten(-1, (SLICES, -1)).long()
     ends = lengths.cumsum(-1)
     sizes = (ends[..., -1] + 7) // 8
     starts = 8 * (sizes.cumsum(-1) - sizes)
     at = (starts[..., None] + ends - lengths).flatten(-2)
     bits = torch.zeros((*entries.shape[:-1], 8 * size), dtype=torch.int32, device=entries.device)
-    for bit in range(LONGEST):  # those above a code's last are 0
+    for bit in range(LONGEST):  # bits above a code's last are 0
         bits.scatter_add_(-1, at + bit, (entries & 0xFFFF) >> bit & 1)
     eight = torch.arange(8, device=bits.device)
     return sizes.to(torch.int16), (bits.unflatten(-1, (-1, 8)) << eight).sum(-1).to(torch.uint8)

@@ -42,12 +42,12 @@ class LevelReference(WireOrder):
         self._feedback = dict[int, Feedback]()
 
     def set_feedback(self, layer: int, feedback: Feedback) -> None:
-        """Keep it for the seals of `layer`."""
+        """Keep the feedback for seals of `layer`."""
         feedback.check(self.fmt.head_dim)
         self._feedback[layer] = feedback.to(self.device)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-        """All pages at once: rows are independent of each other."""
+        """Quantize all pages at once: rows are independent of each other."""
         check_seal(self.fmt, pool, page_ids, starts, k, v)
         feedback = self._feedback.get(layer)
         if feedback is not None:
@@ -89,7 +89,7 @@ class LevelReference(WireOrder):
         return torch.cat(blocks).to(part.q.dtype)
 
     def _exact_rows(self, part: SequenceRows, page: int, stop: int) -> _Exact:
-        """What queries of `page` see exactly, up to row `stop`."""
+        """The rows that queries of `page` see exactly, up to row `stop`."""
         pi, first = self.fmt.page_tokens, part.start // self.fmt.page_tokens
         pages = (*self.fmt.window.earlier(page), page)
         found = []
@@ -126,7 +126,7 @@ class _Sealed(NamedTuple):
     v_scale: Tensor  # [Hkv, P, Π]
 
     def part(self, pages: range) -> _Sealed:
-        """Those pages only."""
+        """The pages `pages` only."""
         return _Sealed(*(x[:, pages.start : pages.stop] for x in self))
 
 
@@ -141,8 +141,8 @@ class _Exact(NamedTuple):
 def quantize_rows(
     x: Tensor, bits: int, feedback: Feedback | None = None, scales: Scales = Scales.FP16
 ) -> tuple[Tensor, Tensor]:
-    """Rows x [..., D] -> codes uint8 [..., D], scales FP16 [...] that `scales` holds; with `feedback`, x is
-    [..., heads, Π, D]."""
+    """Rows x [..., D] -> codes uint8 [..., D] and scales FP16 [...], rounded as `scales` stores them. With `feedback`,
+    x is [..., heads, Π, D]."""
     rows, z = x.float(), top_level(bits)
     scale = _fit_scale(rows, bits)
     if feedback is None:
@@ -155,7 +155,7 @@ def quantize_rows(
 
 
 def _stored(scale: Tensor, scales: Scales) -> Tensor:
-    """A scale as it is held, FP32."""
+    """A scale rounded to its stored form, FP32."""
     half = scale.clamp(TINY, LARGEST).to(torch.float16)
     return unpack_scales(pack_scales(half, scales), scales).float()
 
@@ -190,7 +190,7 @@ def _fit_scale(rows: Tensor, bits: int) -> Tensor:
 
 
 def _feed_back(rows: Tensor, scale: Tensor, z: float, feedback: Feedback, scales: Scales) -> tuple[Tensor, Tensor]:
-    """Levels [..., D] and their scales [...], FP32, of rows [..., heads, Π, D] whose scales are `scale` before it."""
+    """Levels [..., D] and scales [...], FP32, of rows [..., heads, Π, D] whose scales before feedback are `scale`."""
     gains, weights = feedback.gains[:, None], feedback.weights[:, None]
     felt = _felt_rows(rows, gains)
     for _ in range(REFITS):
@@ -211,7 +211,7 @@ def _felt_rows(rows: Tensor, gains: Tensor) -> Tensor:
 
 
 def _levels_under(felt: Tensor, scale: Tensor, z: float, gains: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels l [..., D] of rows of which b is `felt`, and Gl, for scales [...]."""
+    """Levels l [..., D] of rows, and Gl, for scales [...]. `felt` is the rows' b."""
     wanted, levels, felt_levels = felt * (1 / scale)[..., None], torch.zeros_like(felt), torch.zeros_like(felt)
     for d in range(felt.shape[-1] - 1, -1, -1):
         levels[..., d] = to_levels(wanted[..., d] - felt_levels[..., d], z)
@@ -226,7 +226,7 @@ def to_levels(t: Tensor, z: float) -> Tensor:
 
 
 def top_level(bits: int) -> float:
-    """z: the level of the largest code, and what code 0 lies below zero."""
+    """z: the level of the largest code. The level of code 0 is -z."""
     return int(2**bits - 1) / 2
 
 
@@ -250,7 +250,7 @@ def pack_codes(name: str, bits: int, codes: Tensor) -> Planes:
 
 
 def unpack_codes(name: str, bits: int, planes: Planes) -> Tensor:
-    """Inverse of `pack_codes`; `planes` may hold others beside."""
+    """Inverse of `pack_codes`. `planes` may hold other planes too."""
     axis, shift, parts = -2 if name == "k" else -1, 0, list[Tensor]()
     for plane, width in code_planes(name, bits):
         parts.append(unpack(planes[plane], width, axis) << shift)

@@ -21,19 +21,19 @@ class NuqReference(ReadingReference):
         self._tables: NuqTables | None = None
 
     def calibrate(self, tables: NuqTables) -> None:
-        """Take them."""
+        """Keep the tables."""
         tables.check(self.fmt)
         self._tables = tables.to(self.device)
 
     @property
     def tables(self) -> NuqTables:
-        """Those of the layer. Raises `ValueError` if there are none."""
+        """The tables of the layer. Raises `ValueError` if there are none."""
         if self._tables is None:
             raise ValueError("a calibrated format without the tables of its layer")
         return self._tables
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-        """Calibrated, K is rotated back before."""
+        """Quantize full pages. K of a calibrated format is rotated back first."""
         if self.fmt.calibrated:
             check_seal(self.fmt, pool, page_ids, starts, k, v)
             k = unrotated(k, starts, self.tables.frequencies)
@@ -41,7 +41,7 @@ class NuqReference(ReadingReference):
         super().seal(layer, pool, page_ids, starts, k, v)
 
     def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
-        """Vector by vector; calibrated K as `unrotated` gave it."""
+        """Quantize vector by vector. K of a calibrated format must come from `unrotated`."""
         side = self.fmt.side(name)
         x = rows.float().mT if side.by_channel else rows.float()  # [..., N, values]
         planes = dict[str, Tensor]()
@@ -81,7 +81,7 @@ class NuqReference(ReadingReference):
         return rotated(x, *cos_sin_of(rows, self.tables.frequencies))
 
     def poles(self, name: str) -> Tensor:
-        """Of K or V, float32 on the device."""
+        """The poles of K or V, float32 on the device."""
         if self.fmt.calibrated:
             return self.tables.k_poles if name == "k" else self.tables.v_poles
         return torch.tensor(normal_poles(self.fmt.side(name).bits), dtype=torch.float32, device=self.device)
@@ -92,8 +92,8 @@ class NuqReference(ReadingReference):
 
 
 def outliers_and_range(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the least and the largest value of vectors x [..., N, values] stand, [..., N, 2] int64, and lo and hi of
-    the others, [..., 2, N]."""
+    """The places of the least and the largest value in vectors x [..., N, values], [..., N, 2] int64, and lo and hi of
+    the other values, [..., 2, N]."""
     at = torch.stack((x.argmin(-1), x.argmax(-1)), -1)
     aside = torch.zeros_like(x, dtype=torch.bool).scatter(-1, at, torch.ones_like(at, dtype=torch.bool))
     rest = (x.masked_fill(aside, torch.inf).amin(-1), x.masked_fill(aside, -torch.inf).amax(-1))

@@ -18,18 +18,18 @@ class SequenceRows:
     """One sequence's part in a call."""
 
     rows: slice
-    """Its rows of the batch."""
+    """The sequence's rows of the batch."""
     start: int
-    """Rows that the cache holds before them."""
+    """The number of rows that the cache holds before these."""
     table: Tensor
-    """[Pmax] or [Hkv, Pmax] int64: its pages."""
+    """[Pmax] or [Hkv, Pmax] int64: the sequence's pages."""
     q: Tensor
     """[n, Hq, D]."""
     own_k: Tensor
     """[m, Hkv, D] FP16: all rows from the first one of the page in which `start` lies."""
     own_v: Tensor
     slot_k: Tensor
-    """[E·Π, Hkv, D] FP16: its slot, as it was before them."""
+    """[E·Π, Hkv, D] FP16: the sequence's slot, as it was before the batch."""
     slot_v: Tensor
 
 
@@ -44,7 +44,7 @@ def sequences(pool: Pool, spans: Spans, rows: Rows) -> Iterator[SequenceRows]:
                 slot[pool.window.place(start // pool.page_tokens) * pool.page_tokens :],
                 start % pool.page_tokens,
             )
-            # In decode the new row stands in the slot already.
+            # In decode the new row is in the slot already.
             own.append(here[: filled + 1] if new is None else torch.cat((here[:filled], new[part])))
             slots.append(slot)
         yield SequenceRows(part, start, spans.table[b], rows.q[part], *own, *slots)

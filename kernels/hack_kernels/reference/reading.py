@@ -21,7 +21,7 @@ ALL_HEADS: Final = slice(None)
 
 
 class ReadingReference(WireOrder, ABC):
-    """`PageKernels` for a `ReadFormat`; a subclass says what codes are made of values and what they stand for."""
+    """`PageKernels` for a `ReadFormat`. A subclass turns rows into planes of codes, and planes into rows."""
 
     def __init__(self, fmt: ReadFormat, device: torch.device) -> None:
         super().__init__(fmt, device)
@@ -30,17 +30,17 @@ class ReadingReference(WireOrder, ABC):
 
     @abstractmethod
     def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
-        """K or V of pages, [..., Π, D] FP16, by its name, "k" or "v" -> its planes, [..., *plane shape].
+        """Rows [..., Π, D] FP16 of side "k" or "v" -> its planes [..., *plane shape].
 
-        `heads` says which of the model's KV heads those are that the axis before the last two counts.
+        `heads` are the model's numbers of the KV heads that lie along the axis before the last two of `rows`.
         """
 
     @abstractmethod
     def dequantize(self, name: str, planes: Planes, heads: slice = ALL_HEADS) -> Tensor:
-        """Its planes [..., *plane shape] -> [..., Π, D] FP32. `heads` as in `quantize`."""
+        """The planes [..., *plane shape] of side "k" or "v" -> rows [..., Π, D] FP32. `heads` as in `quantize`."""
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-        """All pages at once."""
+        """Quantize all pages at once."""
         check_seal(self._fmt, pool, page_ids, starts, k, v)
         heads = heads_of(pool)
         for name, plane in (self.quantize("k", k, heads) | self.quantize("v", v, heads)).items():

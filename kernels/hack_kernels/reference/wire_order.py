@@ -20,7 +20,7 @@ class WireOrder:
         self.format, self.device = fmt, device
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
-        """Zeros."""
+        """Zeroed planes."""
         return tuple(
             {
                 plane.name: torch.zeros((num_pages, num_kv_heads, *plane.shape), dtype=plane.dtype, device=self.device)
@@ -36,5 +36,5 @@ class WireOrder:
             pool.planes[name][page_ids] = plane.transpose(0, 1)
 
     def export(self, pool: Pool, page_ids: Tensor) -> Planes:
-        """Heads move to the front."""
+        """Planes in wire order: heads move to the front."""
         return {p.name: pool.planes[p.name][page_ids].transpose(0, 1).contiguous() for p in self.format.planes}

@@ -1,1 +1,1 @@
-"""Kernels for GPUs in Triton; `layout.py` states how pages rest, every other file is one kernel or its gate."""
+"""Kernels for GPUs in Triton. `layout.py` and `*_layout.py` state how pages rest."""

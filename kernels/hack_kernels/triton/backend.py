@@ -64,10 +64,10 @@ PREFILL_VARIABLE: Final = "HACKKV_TRITON_PREFILL"
 
 
 class Prefill(StrEnum):
-    """How a prompt is attended to whose pages have codes of HACK or of levels. Codes are made all the same."""
+    """How a prompt attends to pages with codes of HACK or of levels. Pages are sealed as codes either way."""
 
     HOMOMORPHIC = "homomorphic"
-    """On codes, as the paper does."""
+    """On codes, as in the paper."""
     DENSE = "dense"
     """In FP16 on dequantized pages (dense.py), several times as fast on an H200."""
 
@@ -120,8 +120,8 @@ class HackTriton:
         return exchange.export(self.fmt, pool.planes, page_ids)
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """INT8 products. Decode divides pages among programs. A prompt takes tiles of queries against one page after
-        another, or reads dequantized pages (`Prefill`)."""
+        """Attention by INT8 products. Decode divides pages among programs. A prompt multiplies tiles of queries by one
+        page after another, or reads dequantized pages (`Prefill`)."""
         check_attention(self.fmt, pool, spans, rows)
         layout.check_records(self.fmt, pool.planes)
         fmt, q = self.fmt, rows.q
@@ -154,8 +154,8 @@ class _OnReference:
 
 
 class TritonRows(FusedRows, RotatedHeads, DeviceRows):
-    """Implements `RowKernels`: what a decode step does between products is one launch each, and tokens are chosen on
-    the device. Products, and what only prompts need, are torch's."""
+    """Implements `RowKernels`. Each operation of a decode step between products is one launch, and tokens are chosen on
+    the device. Torch computes products and the operations that only prompts need."""
 
 
 class TritonBackend:
@@ -177,7 +177,7 @@ class TritonBackend:
         return definition(fmt, self.device) if found is None else cast(KernelsT, found)
 
     def stopwatch(self) -> Stopwatch:
-        """By events on a GPU; interpreted, calls return when the work is done."""
+        """A stopwatch by events on a GPU. Interpreted calls return when the work is done: the host's clock serves."""
         if self.device.type != "cuda":
             return HostStopwatch()
         return EventStopwatch(partial(mark, self.device))
@@ -187,30 +187,30 @@ class TritonBackend:
         return block_sizes(most) if self.device.type == "cuda" else ()
 
     def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:
-        """In two launches a piece; they wait once."""
+        """XXH3-64 in two launches a piece. The host waits once."""
         return xxh3_64(pieces, seed)
 
     def use_threads(self, threads: int) -> None:
-        """Torch's are all there are."""
+        """Set torch's threads. There are no others."""
         torch.set_num_threads(threads)
 
 
 def _for_codes(fmt: HackFormat, backend: TritonBackend) -> PageKernels | None:
-    """For the widths of codes that divide a byte into fields."""
+    """Kernels for widths of codes that divide a byte into several fields; else None."""
     if not {fmt.k_bits, fmt.v_bits} <= set(CODE_BITS):
         return None
     return HackTriton(fmt, backend.device, backend.workspace, backend.prefill)
 
 
 def _for_floats(fmt: FloatFormat, backend: TritonBackend) -> PageKernels | None:
-    """For fused conversion, in the shapes of codes up to `WIDEST`."""
+    """Kernels for fused conversion, in the shapes of codes up to `WIDEST`; else None."""
     if not fmt.fused or not _shaped(fmt):
         return None
     return FloatTriton(fmt, backend.device, backend.workspace)
 
 
 def _for_groups(fmt: GroupFormat, backend: TritonBackend) -> PageKernels | None:
-    """Likewise, for groups as KIVI has them."""
+    """Kernels for fused conversion of groups as in KIVI, in the shapes of codes up to `WIDEST`; else None."""
     if not fmt.fused or not _shaped(fmt) or not takes_groups(fmt):
         return None
     return GroupTriton(fmt, backend.device, backend.workspace)
@@ -221,14 +221,14 @@ def _shaped(fmt: FloatFormat | GroupFormat) -> bool:
 
 
 def _for_levels(fmt: LevelFormat, backend: TritonBackend) -> PageKernels | None:
-    """For all widths of codes."""
+    """Kernels for all widths of codes and heads of `NARROWEST` channels or more; else None."""
     if fmt.head_dim < NARROWEST:
         return None
     return LevelTriton(fmt, backend.device, backend.workspace, dense=backend.prefill is Prefill.DENSE)
 
 
 def _for_rows(fmt: RowFormat, backend: TritonBackend) -> PageKernels | None:
-    """For the shapes of codes."""
+    """Kernels for the shapes of codes; else None."""
     if fmt.head_dim not in HEAD_DIMS or fmt.page_tokens not in PAGE_TOKENS:
         return None
     return RowTriton(fmt, backend.device, backend.workspace)
@@ -245,7 +245,7 @@ FORMATS: Final[dict[type[PageFormat], Callable[[Any, TritonBackend], PageKernels
 
 
 def create(device: torch.device | None = None) -> Backend:
-    """On a GPU, by default the current one, or on the processor under TRITON_INTERPRET=1.
+    """The backend on a GPU, by default the current one, or on the processor under TRITON_INTERPRET=1.
 
     Raises `BackendUnavailable` with the reason.
     """

@@ -1,4 +1,4 @@
-"""Codes in the order in which a matrix unit takes them: the tiles that a matrix of codes is stored as.
+"""The tiles in which a matrix of codes is stored: codes in the order in which a matrix unit takes them.
 
 K is a matrix [Π tokens, D channels], V a matrix [D channels, Π tokens]: attention sums over columns
 and keeps rows. A *tile* is 16 rows × 32 columns, the A operand of `mma.m16n8k32` for signed bytes. Stored tiles
@@ -11,12 +11,12 @@ Within a stored tile, lane l of a warp owns bytes 16·l .. 16·l+15, and byte b 
 
     row l//4 + 8·(b//4 % 2), column 4·(l % 4) + b % 4 + 16·(b//8)
 
-so one 16-byte load per lane is the operand, without a shuffle. A field is taken out by a mask alone: read as a signed
-byte, field f is worth code·2^(bits·f). The top bit of every byte is stored flipped, which makes the last field
-code·2^(bits·(F-1)) - 128 and so linear too.
+so one 16-byte load per lane is the operand, without a shuffle. One mask takes a field out: read as a signed byte, field
+f has the value code·2^(bits·f). The top bit of every byte is stored flipped. So the last field has the value
+code·2^(bits·(F-1)) - 128, which is linear too.
 
-Kernels take this description as a compile-time constant. Tensors in Triton have power-of-two sizes, so sizes that they
-need come with the next power of two, `_pad`.
+Kernels take this description as a compile-time constant. Tensors in Triton have power-of-two sizes, so a size that
+kernels need also comes as the next power of two, `_pad`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class CodeTiles:
 
     @property
     def exchange_words(self) -> int:
-        """32-bit words of one field on the wire, padded like stored tiles; as many as of one part of a stored byte."""
+        """32-bit words of one field on the wire, padded like stored tiles. One part of a stored byte has as many."""
         return self.down_pad * self.across_pad * TILE_BYTES // 4 // self.fields
 
     def pack(self, codes: Tensor) -> Tensor:

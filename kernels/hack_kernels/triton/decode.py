@@ -49,8 +49,8 @@ def add_partition(
         dot = tl.dot(masked(tile, f, TILES), codes[step], dot, out_dtype=tl.int32)
     scale, minimum = load_unit(record + LAYOUT.k_meta, unit, W)
     if LAYOUT.asymmetric:
-        # The field's weight goes to K's scale, its flipped bit to K's minimum and sums: scales of Q per field, and its
-        # sums, would stay in registers for all pages.
+        # K's scale takes the field's weight, and K's minimum and sums take its flipped bit. Scales and sums of Q per
+        # field would do the same, but would occupy registers for all pages.
         if LAYOUT.sums:
             sums = load_sums(record + LAYOUT.k_sums, LAYOUT.wide_k_sums, unit, W)[:, :, None] << (bits * f)
             sums -= LAYOUT.partition * 128 if last else 0
@@ -222,7 +222,8 @@ def attn_decode(fmt: HackFormat, pool: Pool, spans: Spans, q: Tensor, workspace:
 def decode_launch(fmt: HackFormat, pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace) -> Launch:
     """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous."""
     layout = page_layout(fmt)
-    # Pages above 16 KiB spill within `REGISTERS` on sm_100; two programs read more of them than three of half the size.
+    # Pages above 16 KiB spill within `REGISTERS` on sm_100. Two programs with such pages still read more at a time than
+    # three with pages of half the size.
     registers = ALL_REGISTERS if layout.asymmetric or layout.nbytes > 2**14 else REGISTERS
     reader = PageReader(
         query_columns,
@@ -230,7 +231,7 @@ def decode_launch(fmt: HackFormat, pool: Pool, spans: Spans, q: Tensor, out: Ten
         layout,
         registers,
         few_columns=layout.asymmetric,
-        sparing=layout.asymmetric or fmt.page_tokens < 128,  # as machine code says: with it, one of 128 tokens spills
+        sparing=layout.asymmetric or fmt.page_tokens < 128,  # machine code shows: sparing spills with 128 tokens
     )
     records = pool.planes["k_codes"]
     return paged_launch(reader, records, records, pool, spans, q, out, workspace)

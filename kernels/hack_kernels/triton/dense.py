@@ -1,11 +1,11 @@
 """Prompts attended to in FP16: pages are dequantized into rows first, then tiles of queries read one after another.
 
-A query sees what it sees in the homomorphic kernels: earlier pages as their codes say, its own page and those of the
-window exactly. So results do not depend on where a prompt was cut. Queries and weights have 11 bits where those kernels
-have 8.
+A query sees the same as in the homomorphic kernels: earlier pages as codes, its own page and the pages of the window
+exactly. So results do not depend on where a prompt was cut. Queries and weights have 11 bits, where the homomorphic
+kernels have 8.
 
-Why: a page is dequantized once a pass and read by hundreds of tiles. On Hopper Triton's INT8 products of codes take
-six times as long as BF16's of cuDNN (docs/kernels-gpu.md). A program computes one tile, as in `prefill.py`: the query
+Why: a page is dequantized once a pass and read by hundreds of tiles. On Hopper Triton's INT8 products of codes take six
+times as long as cuDNN's BF16 products (docs/kernels-gpu.md). A program computes one tile, as in `prefill.py`: the query
 heads of one KV head for a few consecutive tokens that lie in one page.
 """
 
@@ -35,15 +35,15 @@ ROWS: Final = 128
 BLOCK: Final = 64
 """Rows of K and V that are multiplied at once."""
 STAGES: Final = 3
-"""Blocks on their way from memory, the one that is multiplied among them. Of wide heads three need 100 KiB of shared
-memory, which sm_86 and sm_89 do not have."""
+"""Blocks on their way from memory, including the one that is multiplied. Three blocks of wide heads need 100 KiB of
+shared memory, which sm_86 and sm_89 do not have."""
 READ_PAGES: Final = 64
-"""Pages that the definition dequantizes at once: it takes some 30 bytes a channel on the way."""
+"""Pages that the definition dequantizes at once. It needs some 30 bytes of memory for each value."""
 WIDE: Final = 128
-"""Channels beyond which a program has half of the rows: outputs fill the registers."""
+"""Channels beyond which a program has half of the rows, because outputs fill the registers."""
 
 LARGEST = tl.constexpr(LARGEST_FP16)
-"""Of FP16."""
+"""The largest FP16 number."""
 
 
 @triton.jit
@@ -159,10 +159,11 @@ Held = tuple[Tensor, Tensor]
 
 
 def attn_dense(pool: Pool, spans: Spans, rows: Rows, read: Callable[[Tensor], Held]) -> Tensor:
-    """`PageKernels.attend` of a batch with rows k, v. `read` brings the pages of some ids [P] int64. The host reads
-    nothing.
+    """`PageKernels.attend` of a batch with rows k, v. `read` gives the pages of some ids [P] int64, dequantized. The
+    host reads nothing.
 
-    Read in a pool, pages took 1.4 times as long on an H200: their numbers stood between them and their copy.
+    Pages are laid out by sequence. Read from a pool by number they took 1.4 times as long on an H200, because the copy
+    of a page had to wait for its number.
     """
     assert rows.k is not None
     assert rows.v is not None
@@ -202,18 +203,18 @@ def dense_launch(pool: Pool, spans: Spans, rows: Rows, held: Held, out: Tensor) 
 
 @dataclass(frozen=True, slots=True)
 class CodedSide:
-    """K or V of pages in wire order, as far as `dequantize_kernel` asks: x^ = scale·(code - zero) + minimum."""
+    """K or V of pages in wire order, as `dequantize_kernel` takes them: x^ = scale·(code - zero) + minimum."""
 
     codes: Tensor
-    """uint8 [Hkv, P, Π·bits/8, D] of K, [Hkv, P, D, Π·bits/8] of V; their lower two bits where codes have 3."""
+    """uint8 [Hkv, P, Π·bits/8, D] of K, [Hkv, P, D, Π·bits/8] of V. Codes of 3 bits have their lower two bits here."""
     high: Tensor | None
-    """The highest bits of codes of 3 bits, likewise."""
+    """The highest bits of codes of 3 bits, in the same order."""
     scale: Tensor
-    """FP16 [Hkv, P, tokens, groups of channels], where either of the two may be 1."""
+    """FP16 [Hkv, P, tokens, groups of channels]. Either of the last two may be 1."""
     minimum: Tensor | None
     """FP16, of the same shape."""
     bits: int
-    """Of `codes`."""
+    """Bits of a code in `codes`."""
     zero: float = 0.0
 
 
@@ -243,7 +244,7 @@ def dequantize_kernel(
     PI: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Grid (pages, KV heads): a page of K or V, as `CodedSide` has it, to `out` FP16 [pages, KV heads, Π, D]."""
+    """Grid (pages, KV heads): a page of K or V (`CodedSide`) to `out` FP16 [pages, KV heads, Π, D]."""
     page, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     wire = head * pages.to(tl.int64) + page
     token, channel = tl.arange(0, PI)[:, None], tl.arange(0, triton.next_power_of_2(D))[None, :]
@@ -259,7 +260,7 @@ def dequantize_kernel(
 
 
 def page_rows(sides: tuple[CodedSide, CodedSide], page_tokens: int, head_dim: int) -> Held:
-    """Of pages whose codes are `sides`."""
+    """K^ and V^ of pages whose codes are `sides`."""
     found = []
     for of_v, side in enumerate(sides):
         heads, pages = side.codes.shape[:2]
@@ -289,7 +290,7 @@ def page_rows(sides: tuple[CodedSide, CodedSide], page_tokens: int, head_dim: in
 def attn_dequantized(
     pool: Pool, spans: Spans, rows: Rows, sides: Callable[[Tensor], tuple[CodedSide, CodedSide]]
 ) -> Tensor:
-    """`attn_dense` over pages of codes; `sides` brings those of some page ids [P] int64."""
+    """`attn_dense` over pages of codes. `sides` gives the codes of some page ids [P] int64."""
     shape = pool.page_tokens, pool.open_k.shape[3]
     return attn_dense(pool, spans, rows, lambda ids: page_rows(sides(ids), *shape))
 

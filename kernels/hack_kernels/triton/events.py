@@ -10,20 +10,20 @@ import torch
 
 
 class Event(Protocol):
-    """A mark that stands on a stream behind the work before it."""
+    """A mark on a stream, after the work that was enqueued before it."""
 
     def query(self) -> bool:
-        """Whether the device has come to the mark."""
+        """Whether the device has reached the mark."""
         ...
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from here to a later mark of its kind; the device has come to both."""
+        """Milliseconds from this mark to a later one of its kind. The device must have reached both."""
         ...
 
 
 def mark(device: torch.device) -> Event | None:
-    """A mark on the current stream of `device`, whichever device the calling thread has. None while a CUDA graph is
-    captured there: an event in a graph is no mark of a time."""
+    """A mark on the current stream of `device`, whatever the calling thread's current device is. None while a CUDA
+    graph is captured there, because an event in a graph has no time."""
     if torch.cuda.is_current_stream_capturing():
         return None
     event = torch.cuda.Event(enable_timing=True)
@@ -32,8 +32,8 @@ def mark(device: torch.device) -> Event | None:
 
 
 class EventStopwatch:
-    """Implements `Stopwatch`. Work that the device has not finished is missing until it has; nothing waits for it.
-    What a CUDA graph does is not measured."""
+    """Implements `Stopwatch`. Work is missing from the sum until the device has finished it; no call waits for it. The
+    work of a CUDA graph is not measured."""
 
     def __init__(self, new_mark: Callable[[], Event | None]) -> None:
         self._new_mark = new_mark
@@ -46,13 +46,13 @@ class EventStopwatch:
 
     def __exit__(self, *exc: object) -> None:
         ended = self._new_mark()
-        if self._began is not None and ended is not None:  # while a graph is captured no event may be asked either
+        if self._began is not None and ended is not None:  # while a graph is captured, no event may be queried either
             self._running.append((self._began, ended))
             self._collect()
 
     @property
     def seconds(self) -> float:
-        """Of the measurements that are finished."""
+        """Seconds of the measurements that are finished."""
         self._collect()
         return self._seconds
 

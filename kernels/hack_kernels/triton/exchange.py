@@ -183,7 +183,7 @@ def empty_wire(fmt: PageFormat, pages: Planes, page_ids: Tensor) -> Planes:
 
 
 def pages_together(*tiles: CodeTiles) -> tuple[int, int]:
-    """As many pages as a program needs for every lane to load 16 bytes, and its warps."""
+    """The number of pages with which every lane of a program loads 16 bytes, and the program's warps."""
     words = min(tile.exchange_words for tile in tiles)
     least = words // (32 * LANE_WORDS)
     return 1 if least else padded(32 * LANE_WORDS // words), min(max(least, 1), MOST_WARPS)

@@ -1,10 +1,10 @@
 """Words of codes between the wire's order and the order at rest.
 
-Both orders are 32-bit words of codes, and both have the same six axes, the wire in the order (tile down, row half, row,
-tile across, column half, quad), a record in the order (tile down, tile across, row, quad, column half, row half). What
-differs besides is which codes share a byte. A byte at rest holds one code of each of F code tiles, its *fields*; on the
-wire it holds F consecutive tokens. So of F words on one side, taken F apart, all codes are found in F words on the
-other, and this *transpose* of a square of codes is all the arithmetic:
+Both orders are 32-bit words of codes, and both have the same six axes. The wire has the order (tile down, row half,
+row, tile across, column half, quad), a record the order (tile down, tile across, row, quad, column half, row half). The
+two also differ in which codes share a byte. A byte at rest holds one code of each of F code tiles, its *fields*; a byte
+on the wire holds F consecutive tokens. So the codes of F words on one side, taken F apart, are the codes of F words on
+the other. This *transpose* of a square of codes is the only arithmetic:
 
     K: word b of the wire has tokens b·F .. b·F+F-1 of 4 channels; at rest each of them is in a word of its own.
     V: word b of the wire has 4·F tokens of a channel; at rest each 4 of them are in a word of their own.
@@ -24,10 +24,10 @@ def words_at(pages):
 
 @triton.jit
 def wire_place(field, TILE, OF_K: tl.constexpr):
-    """Where a plane in wire order has the words of one field, [1, WORDS], and which of them exist."""
+    """The places of one field's words in a plane in wire order, [1, WORDS], and whether they exist."""
     down = tl.arange(0, TILE.exchange_words)[None, :]
     if OF_K:
-        LINES: tl.constexpr = 16 // TILE.fields  # of the wire, to a row tile
+        LINES: tl.constexpr = 16 // TILE.fields  # lines of the wire in a row tile
         column_tile = down // 8 % TILE.across_pad * TILE.column_fields + field // TILE.row_fields
         line = down // (8 * TILE.across_pad) % LINES
         row_tile = down // (8 * TILE.across_pad * LINES) * TILE.row_fields + field % TILE.row_fields
@@ -41,7 +41,7 @@ def wire_place(field, TILE, OF_K: tl.constexpr):
         place = (row_tile * 16 + down // TILE.across_pad % 16) * TILE.column_tiles + column_tile
         there = (row_tile < TILE.rows // 16) & (column_tile < TILE.column_tiles)
     else:
-        WORDS: tl.constexpr = 4 * TILE.columns // TILE.fields  # of a row tile
+        WORDS: tl.constexpr = 4 * TILE.columns // TILE.fields  # words of a row tile
         row_tile = down // WORDS * TILE.row_fields + field
         place = row_tile * WORDS + down % WORDS
         there = row_tile < TILE.rows // 16
@@ -56,13 +56,13 @@ def quads_of(TILE, OF_K):
 
 @triton.constexpr_function
 def halves_of(TILE, OF_K):
-    """Halves of columns that one part has: 32 codes of V of one bit are a word, and so each part is in one half."""
+    """Halves of columns that one part has. A word holds 32 codes of V of one bit, so each part then has one half."""
     return 1 if TILE.fields == 8 and not OF_K else 2
 
 
 @triton.jit
 def rest_place(part, TILE, OF_K: tl.constexpr):
-    """Where a record has the words of one part, [1, WORDS], and which of them exist."""
+    """The places of one part's words in a record, [1, WORDS], and whether they exist."""
     ROWS: tl.constexpr = 8 // TILE.fields if OF_K else 8
     QUADS: tl.constexpr = quads_of(TILE, OF_K)
     HALVES: tl.constexpr = 2 * halves_of(TILE, OF_K)

@@ -1,9 +1,9 @@
 """Decode over pages of small floating-point numbers: codecs `fp8`, `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4`.
 
-Codes become FP16 in registers (`float_layout.py`), which holds every element exactly, and are multiplied there. Scales
-of blocks come behind the product in Q·K, as the channels of a step share one, and before it in P·V, where they multiply
-weights: a row's scale is one for all channels of a block. The largest scale of 16 rows is taken out first, so that
-weights keep their precision as FP16.
+Codes become FP16 in registers (`float_layout.py`) and are multiplied there. FP16 holds every element exactly. In Q·K a
+block's scale multiplies the product, because the channels of a step share it. In P·V it multiplies the weights before
+the product, because a row has one scale for all channels of a block. The largest scale of 16 rows is taken out first,
+so that weights keep their precision in FP16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NARROW = 64
 WEIGHT_UNIT = tl.constexpr(32768.0)
 """Scaled weights are at most this: FP16 then holds them to 2^-39 of the largest."""
 SMALLEST = tl.constexpr(2.0**-100)
-"""Stands for smaller scales where one is divided by; pages of FP16 rows have none but those of zeros."""
+"""Replaces smaller scales as divisors. In pages made of FP16 rows only blocks of zeros have smaller scales."""
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def in_operand_order(top, bottom, COLUMNS: tl.constexpr, W: tl.constexpr):
 def load_keys(side, first, c: tl.constexpr, LAYOUT: tl.constexpr, W: tl.constexpr):
     """16 rows of K at the channels of step `c`, as the matrix unit takes them: FP16 [W, 16, step].
 
-    Where codes are bytes, those are put in order and then widened, which moves half as much.
+    Codes of 8 bits are put in order as bytes and then widened, which moves half as many bytes.
     """
     STEP: tl.constexpr = LAYOUT.step
     channel = c * STEP + tl.arange(0, STEP)
@@ -84,7 +84,7 @@ def load_keys(side, first, c: tl.constexpr, LAYOUT: tl.constexpr, W: tl.constexp
 
 @triton.jit
 def load_channels(side, first, channel, LAYOUT: tl.constexpr, W: tl.constexpr):
-    """16 rows of V at 16 channels, likewise: FP16 [W, 16 channels, 16 rows]."""
+    """16 rows of V at 16 channels, as the matrix unit takes them: FP16 [W, 16 channels, 16 rows]."""
     if LAYOUT.bits == 8:
         rows = load_bytes(side, first + tl.arange(0, 16), channel, LAYOUT.head_dim)
         v = widened(tl.permute(rows, (0, 2, 1)), False, LAYOUT)
@@ -96,13 +96,14 @@ def load_channels(side, first, channel, LAYOUT: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def row_of(place, LAYOUT: tl.constexpr):
-    """Row of 16 at a place of the tensors above; of `load_halves`, the first eight places are its first tensor."""
+    """The row, of 16, at a place along the row axis of the tensors above. The first eight places of `load_halves` are
+    its first tensor."""
     return place if LAYOUT.bits == 8 else place % 8 * 2 + place // 8
 
 
 @triton.jit
 def load_row_scales(side, first, block: tl.constexpr, LAYOUT: tl.constexpr):
-    """Scales FP32 [W, 16] of a block of those rows, in their order."""
+    """Scales FP32 [W, 16] of one block of 16 rows, in the order of `row_of`."""
     row = first + row_of(tl.arange(0, 16), LAYOUT)
     place = LAYOUT.scale + row * LAYOUT.row_scales + block
     return row_scales(tl.load(side[:, None] + place[None, :]), LAYOUT)
@@ -110,7 +111,7 @@ def load_row_scales(side, first, block: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def float_scores(keys, first, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """Scores FP32 [W, 16, N] of 16 rows, over `unit` and over what their pages have in common."""
+    """Scores FP32 [W, 16, N] of 16 rows, without the factor `unit` and the pages' factors."""
     STEP: tl.constexpr = LAYOUT.step
     score = tl.zeros((W, ROWS_AT_ONCE, N), tl.float32)
     for c in tl.static_range(LAYOUT.head_dim // STEP):
@@ -125,7 +126,7 @@ def float_scores(keys, first, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: t
 
 @triton.jit
 def scaled_weights(p, values, first, block: tl.constexpr, LAYOUT: tl.constexpr):
-    """Weights FP16 [W, 16, N] times the scales of a block of V, and the factor [W] that their products take."""
+    """Weights FP16 [W, 16, N] times the scales of a block of V, and the factor [W] that their products still need."""
     scales = load_row_scales(values, first, block, LAYOUT)
     largest = tl.maximum(tl.max(scales, 1), SMALLEST)
     relative = scales * (1.0 / largest * WEIGHT_UNIT)[:, None]

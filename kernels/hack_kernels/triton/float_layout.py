@@ -1,11 +1,11 @@
 """How a page of small floating-point numbers rests in GPU memory, and how its codes become numbers.
 
-A *record* holds one page of one KV head: the planes of K in wire order, then those of V at `side_bytes`. So the planes
-of a pool are views, and pages travel as they rest.
+A *record* holds one page of one KV head: the planes of K in wire order, then the planes of V at `side_bytes`. So the
+planes of a pool are views, and pages travel as they rest.
 
-A code becomes FP16 by moving its bits, subnormal ones too: its exponent, put into FP16's place, is less by the
-difference of the biases, so the number is `1 / unit` of what the code stands for. Whoever multiplies by the scale
-multiplies by `unit` too.
+A code becomes FP16 by moving its bits; this also holds for subnormal codes. Its exponent, in FP16's place, is too small
+by the difference of the biases, so the number is the code's value divided by `unit`. Kernels that multiply by the scale
+multiply by `unit` too.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class FloatLayout:
     largest: float
     finite: int
     block: int
-    """Channels of a row that share a scale; all of them where the scale is the page's."""
+    """Channels of a row that share a scale; all channels where the scale is the page's."""
     power: bool
-    """Scales are powers of two, of blocks."""
+    """Whether each block has a scale that is a power of two."""
     twofold: bool
-    """Scales are E4M3, of blocks, times the page's gain."""
+    """Whether each block has a scale in E4M3, which is multiplied by the page's gain."""
     dtype: tl.dtype = tl.float16
-    """What queries and weights are rounded to in decode."""
+    """The type that queries and weights are rounded to in decode."""
     own_codes: bool = False
 
     @property
@@ -113,17 +113,17 @@ class FloatLayout:
 
     @property
     def unit(self) -> float:
-        """What a code stands for, divided by it as FP16."""
+        """The ratio of a code's value to the FP16 number that its bits make."""
         return float(2 ** (FP16_BIAS - (2 ** (self.exponent_bits - 1) - 1)))
 
     @property
     def moved(self) -> int:
-        """Places by which all bits but the sign move down, from the upper end of FP16 to where it has them."""
+        """Places by which all bits but the sign move down, from the upper end of FP16 to their places in it."""
         return FP16_EXPONENT - self.exponent_bits
 
     @property
     def kept(self) -> int:
-        """Which bits of FP16 those are."""
+        """The mask of the moved bits in FP16."""
         return ((1 << (self.bits - 1)) - 1) << (FP16_MANTISSA - self.mantissa_bits)
 
     @property
@@ -133,7 +133,7 @@ class FloatLayout:
 
     @property
     def widen_lower(self) -> str:
-        """PTX: the same of codes in the lower half of each byte."""
+        """PTX: four bytes, each with a code in its lower half, to two pairs of FP16."""
         return self._widen("shl.b32 codes, $2, 4;")
 
     def _widen(self, first: str) -> str:
@@ -202,5 +202,6 @@ def row_scales(scales, LAYOUT: tl.constexpr):
 
 @triton.jit
 def page_factor(side, LAYOUT: tl.constexpr):
-    """What all numbers of K or V at `side` are multiplied by beside scales of blocks, FP32; not of `power`."""
+    """The page's FP32 factor of all numbers of K or V at `side`, beside scales of blocks. With `power` there is
+    none."""
     return tl.load((side + LAYOUT.gain).to(tl.pointer_type(tl.float32), bitcast=True))

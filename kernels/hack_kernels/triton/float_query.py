@@ -1,4 +1,4 @@
-"""Q in 16 bits, for pages of which a warp reads 16 rows at a time and multiplies them as FP16 or BF16."""
+"""Q in 16 bits, for pages whose rows a warp reads 16 at a time and multiplies as FP16 or BF16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rounded_query(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constex
     head = tl.arange(0, N)[None, :]
     query = ()
     for c in tl.static_range(D // STEP):
-        # The order in which a lane's part of a K row is operands: bits (product, half, quad, quad, one) of the place.
+        # In this order a lane's part of a K row is its operands. A place has the bits (product, half, quad, quad, one).
         place = tl.arange(0, STEP)
         channel = c * STEP + place // 2 % 4 * (STEP // 4) + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
         x = tl.load(q + head * D + channel[:, None], mask=head < heads, other=0.0).to(tl.float32)

@@ -1,6 +1,6 @@
 """Full pages to small floating-point numbers, by the arithmetic of `reference/floats.py`, to the bit.
 
-Torch on a GPU multiplies by the reciprocal of a constant instead of dividing by it, so it would not give those bytes.
+Torch on a GPU multiplies by the reciprocal of a constant instead of dividing by it, so its bytes would differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.quantize import divided
 
 ROWS_AT_ONCE = tl.constexpr(32)
-"""Rows of a page that are made codes at once."""
+"""Rows of a page that are quantized at once."""
 ROUND = tl.constexpr(12582912.0)
 """1.5·2^23: added to a small FP32, its low byte is the nearest integer, ties to even."""
 E4M3_LARGEST = tl.constexpr(Element.E4M3.largest)
@@ -28,7 +28,8 @@ WARPS = 4
 def encoded(size, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, FINITE: tl.constexpr):
     """Codes INT32 without a sign of FP32 numbers that have none: to nearest, ties to the even code, saturating.
 
-    A number is a multiple of its binade's last place, and so many codes above the first of the binade below.
+    A number is rounded to a count of its binade's last place. Its code is the first code of the binade below plus that
+    count.
     """
     LEAST: tl.constexpr = 2 - (1 << (EXPONENT_BITS - 1))  # exponent of the least normal number
     exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, LEAST)
@@ -47,7 +48,7 @@ def load_some(rows, row, LAYOUT: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def largest_of_page(rows, LAYOUT: tl.constexpr, D_PAD: tl.constexpr):
-    """FP32, of one page."""
+    """The largest magnitude of one page, FP32."""
     found = tl.zeros((ROWS_AT_ONCE, D_PAD), tl.float32)
     for first in range(0, LAYOUT.page_tokens, ROWS_AT_ONCE):
         x = load_some(rows, first + tl.arange(0, ROWS_AT_ONCE), LAYOUT, D_PAD)
@@ -70,8 +71,8 @@ def page_step(largest, LAYOUT: tl.constexpr):
 
 @triton.jit
 def block_scales(largest, gain, LAYOUT: tl.constexpr):
-    """Bytes of the scales of blocks [R, B] whose largest magnitudes are `largest` FP32, and what blocks are divided by,
-    or 0 where codes are 0."""
+    """Bytes of the scales of blocks [R, B] whose largest magnitudes are `largest` FP32, and the blocks' divisors, 0
+    where codes are 0."""
     if LAYOUT.power:
         # The exponent of the largest element is that of its last binade.
         EXPONENT: tl.constexpr = (LAYOUT.finite - 1 >> LAYOUT.mantissa_bits) - (1 << (LAYOUT.exponent_bits - 1)) + 1
@@ -156,8 +157,8 @@ def float_seal_kernel(k, v, page_ids, records, page_stride, LAYOUT: tl.constexpr
 
 
 def float_seal_launch(fmt: FloatFormat, pool: Pool, page_ids: Tensor, k: Tensor, v: Tensor) -> Launch:
-    """The launch that seals k, v [P, Hkv, Π, D] FP16, contiguous. Without fused multiply-adds, rounding is the
-    definition's."""
+    """The launch that seals k, v [P, Hkv, Π, D] FP16, contiguous. It uses no fused multiply-adds, so that it rounds as
+    the definition does."""
     records = pool.planes["k"]
     arguments = {
         "k": k,

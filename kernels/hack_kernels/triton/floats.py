@@ -27,7 +27,7 @@ WIDEST: Final = 128
 class FloatTriton(FloatReference):
     """Implements `PageKernels`: seals, and attention of 16-bit queries, in decode and in prompts.
 
-    FP32 queries, which kernels would round, are the definition's, in torch on the device. Pages rest in records
+    FP32 queries, which kernels would round, go to the definition, in torch on the device. Pages rest in records
     (`float_layout.py`), whose planes travel as they are.
     """
 
@@ -43,14 +43,14 @@ class FloatTriton(FloatReference):
         return tuple(new_planar_pages(fmt, layout, num_pages, num_kv_heads, self.device) for layout, fmt in layouts)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-        """All pages in one launch."""
+        """Quantize all pages in one launch."""
         check_seal(self.fmt, pool, page_ids, starts, k, v)
         check_layout(float_layout(self.fmt), pool.planes)
         if page_ids.numel():
             float_seal_launch(self.fmt, pool, page_ids, k.contiguous(), v.contiguous()).run()
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """In one launch and without waiting for the device, if queries have 16 bits."""
+        """Decode takes one launch, without waiting for the device, if queries have 16 bits."""
         if rows.q.dtype.itemsize != 2:
             return super().attend(layer, pool, spans, rows)
         check_attention(self.fmt, pool, spans, rows)

@@ -1,7 +1,7 @@
 """Decode over pages of integer codes in groups: codecs `kivi-4` and `kivi-2`.
 
-Keys are dequantized in registers, s·c + m in FP16, as published. Of V the group is a row's, so its scale and minimum
-multiply the row's weight: codes are multiplied as they are, and a product with ones adds what the minima give.
+Keys are dequantized in registers, s·c + m in FP16, as published. A group of V lies in one row, so its scale and minimum
+multiply the row's weight. Codes of V are multiplied as they are, and a product with ones adds the share of the minima.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_group_keys(record, first, c: tl.constexpr, LAYOUT: tl.constexpr, W: tl.
     D: tl.constexpr = LAYOUT.head_dim
     channel = c * LAYOUT.step + tl.arange(0, LAYOUT.step)
     even, odd = load_pairs(record, first, channel, SIDE, D)
-    # The same for eight rows, in the lanes that hold their codes.
+    # Eight rows share these numbers; each number is loaded in the lanes that hold the rows' codes.
     place = (first // SIDE.group * D + tl.arange(0, 8) * 0)[:, None] + channel[None, :]
     scale = tl.load(halves_at(record, SIDE.scale)[:, None, None] + place[None, :, :])
     minimum = tl.load(halves_at(record, SIDE.minimum)[:, None, None] + place[None, :, :])
@@ -49,7 +49,7 @@ def load_group_keys(record, first, c: tl.constexpr, LAYOUT: tl.constexpr, W: tl.
 
 @triton.jit
 def weighted(p, factors):
-    """Weights FP16 [W, 16, N] times FP32 factors [W, 16] of their rows, and what products with them take, FP32 [W]."""
+    """Weights FP16 [W, 16, N] times FP32 factors [W, 16] of their rows, and the factor FP32 [W] that products need."""
     largest = tl.maximum(tl.max(tl.abs(factors), 1), SMALLEST)
     relative = factors * (1.0 / largest * WEIGHT_UNIT)[:, None]
     return (p.to(tl.float32) * relative[:, :, None]).to(tl.float16), largest * (1.0 / WEIGHT_UNIT)

@@ -1,7 +1,8 @@
 """How a page of integer codes in groups rests in GPU memory: codecs `kivi-4` and `kivi-2`.
 
-A *record* holds one page of one KV head: the planes of K in wire order, then those of V at `v.begin`. So the planes of
-a pool are views, and pages travel as they rest. Groups of K lie along the rows of a channel, those of V along a row.
+A *record* holds one page of one KV head: the planes of K in wire order, then the planes of V at `v.begin`. So the
+planes of a pool are views, and pages travel as they rest. Groups of K lie along the rows of a channel, groups of V
+along a row.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class GroupSide:
 
     @property
     def widen_odd(self) -> str:
-        """PTX: the same of the codes above."""
+        """PTX: the codes in the next bits of four bytes to two pairs of FP16."""
         return self._widen(self.bits)
 
     def _widen(self, place: int) -> str:
-        """A byte below the exponent of 1024 is that and its code."""
+        """An FP16 whose upper byte is 0x64 is 1024 plus its lower byte, the code. 1024 is then subtracted."""
         return f"""{{
         .reg .b32 codes, low, high, origin;
         shr.b32 codes, $2, {place};
@@ -84,7 +85,7 @@ class GroupLayout:
     k: GroupSide
     v: GroupSide
     dtype: tl.dtype = tl.float16
-    """What queries, keys and weights are rounded to in decode."""
+    """The type that queries, keys and weights are rounded to in decode."""
     own_codes: bool = False
 
     @property
@@ -135,7 +136,7 @@ def group_layout(fmt: GroupFormat) -> GroupLayout:
 
 @triton.jit
 def widened_codes(codes, ODD: tl.constexpr, SIDE: tl.constexpr):
-    """Codes in the lowest bits of bytes, or those above, as FP16."""
+    """Codes in the lowest bits of bytes, or with ODD in the next bits, as FP16."""
     if INTERPRETED:
         return ((codes.to(tl.int32) >> (SIDE.bits if ODD else 0)) & SIDE.levels).to(tl.float16)
     asm: tl.constexpr = SIDE.widen_odd if ODD else SIDE.widen_even

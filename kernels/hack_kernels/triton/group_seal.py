@@ -14,12 +14,12 @@ from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.quantize import scale_of
 
 V_ROWS = tl.constexpr(32)
-"""Rows of V that are made codes at once; of K it is a group."""
+"""Rows of V that are quantized at once. For K it is a group of rows."""
 
 
 @triton.jit
 def group_codes(x, AXIS: tl.constexpr, LEVELS: tl.constexpr):
-    """Codes INT32 of groups along an axis of FP32 x, and their FP32 minima and FP16 scales without it."""
+    """Codes INT32 of groups along an axis of FP32 x, and the groups' FP32 minima and FP16 scales, without that axis."""
     x = tl.where(x == 0.0, 0.0, x)  # +0 in place of -0
     low = tl.min(x, AXIS)
     scale = scale_of(low, tl.max(x, AXIS), LEVELS)
@@ -31,7 +31,7 @@ def group_codes(x, AXIS: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def packed_rows(codes, BITS: tl.constexpr):
-    """Codes [R, C] -> bytes INT32 [R·BITS/8, C]: rows that follow one another share a byte."""
+    """Codes [R, C] -> bytes INT32 [R·BITS/8, C]: consecutive rows share a byte."""
     TOGETHER: tl.constexpr = 8 // BITS
     split = tl.reshape(codes, (codes.shape[0] // TOGETHER, TOGETHER, codes.shape[1]))
     return tl.sum(split << (tl.arange(0, TOGETHER) * BITS)[None, :, None], 1)
@@ -73,8 +73,8 @@ def group_seal_kernel(k, v, page_ids, records, page_stride, LAYOUT: tl.constexpr
 
 
 def group_seal_launch(fmt: GroupFormat, pool: Pool, page_ids: Tensor, k: Tensor, v: Tensor) -> Launch:
-    """The launch that seals k, v [P, Hkv, Π, D] FP16, contiguous. Without fused multiply-adds, rounding is the
-    definition's."""
+    """The launch that seals k, v [P, Hkv, Π, D] FP16, contiguous. It uses no fused multiply-adds, so that it rounds as
+    the definition does."""
     records = pool.planes["k_codes"]
     arguments = {
         "k": k,

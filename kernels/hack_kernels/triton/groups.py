@@ -28,7 +28,7 @@ SMALLEST_GROUP: Final = 16
 class GroupTriton(GroupReference):
     """Implements `PageKernels`: seals, and attention of 16-bit queries, in decode and in prompts.
 
-    FP32 queries, which kernels would round, are the definition's, in torch on the device. Pages rest in records
+    FP32 queries, which kernels would round, go to the definition, in torch on the device. Pages rest in records
     (`group_layout.py`), whose planes travel as they are.
     """
 
@@ -44,14 +44,14 @@ class GroupTriton(GroupReference):
         return tuple(new_planar_pages(fmt, layout, num_pages, num_kv_heads, self.device) for layout, fmt in layouts)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-        """All pages in one launch."""
+        """Quantize all pages in one launch."""
         check_seal(self.fmt, pool, page_ids, starts, k, v)
         check_layout(group_layout(self.fmt), pool.planes)
         if page_ids.numel():
             group_seal_launch(self.fmt, pool, page_ids, k.contiguous(), v.contiguous()).run()
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """In one launch and without waiting for the device, if queries have 16 bits."""
+        """Decode takes one launch, without waiting for the device, if queries have 16 bits."""
         if rows.q.dtype.itemsize != 2:
             return super().attend(layer, pool, spans, rows)
         check_attention(self.fmt, pool, spans, rows)
@@ -65,7 +65,7 @@ class GroupTriton(GroupReference):
 
 
 def takes_groups(fmt: GroupFormat) -> bool:
-    """Whether K and V are grouped as KIVI has them, in sizes that kernels divide pages by."""
+    """Whether K and V are grouped as in KIVI, in widths and group sizes that the kernels support."""
     return (fmt.k.by_channel, fmt.v.by_channel) == (True, False) and all(
         side.bits in CODE_BITS and not side.centre and side.group == padded(side.group) >= SMALLEST_GROUP
         for side in (fmt.k, fmt.v)

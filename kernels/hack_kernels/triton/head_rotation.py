@@ -1,7 +1,7 @@
-"""Rotation of heads in one launch, `rotate_heads` and `rotate_rows` of `RowKernels`: codecs `rot-*` do it to Q and K.
+"""Rotation of heads in one launch, `rotate_heads` and `rotate_rows` of `RowKernels`, for codecs `rot-*`.
 
-In FP32 with sums in one order, so that a row does not depend on the rows beside it. A decode step has few rows, and
-what it waits for is memory: a program asks for all of its matrix before it multiplies.
+Arithmetic is FP32 with sums in one order, so that a row does not depend on the rows beside it. A decode step has few
+rows and waits for memory, so a program loads all of its matrix before it multiplies.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hack_kernels.triton.split import LARGE_BATCH
 from hack_kernels.triton.tiles import BEYOND_HALF, rounded
 
 MANY: Final = LARGE_BATCH + 1
-"""Rows from which on they are a prompt's, whose rotation takes as long as its multiplications."""
+"""From this number of rows on, the rows are a prompt's, and multiplications take the time of their rotation."""
 
 
 class Tile(NamedTuple):
-    """What a program computes. Each sum has its order whatever the tile is."""
+    """The outputs of one program. The order of a sum does not depend on the tile."""
 
     rows: int
     channels: int
@@ -38,25 +38,25 @@ STEP = tl.constexpr(16)
 
 @triton.jit
 def pairs_of(group, members, count, ROWS: tl.constexpr):
-    """The pairs of row and head that a program has, of `members` heads from group·members on: rows, heads [ROWS] and
-    which of them there are [ROWS, 1]."""
+    """A program's pairs of row and head, of `members` heads from group·members on: rows, heads [ROWS], and whether the
+    pairs exist [ROWS, 1]."""
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return (pair // members).to(tl.int64), group * members + pair % members, (pair < count * members)[:, None]
 
 
 @triton.jit
 def channels_of(D: tl.constexpr, CHANNELS: tl.constexpr):
-    """The channels of outputs that a program has, [1, CHANNELS], and which of them there are."""
+    """A program's channels of outputs, [1, CHANNELS], and whether they exist."""
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     return channel, channel < D
 
 
 @triton.jit
 def widened(x, NARROW: tl.constexpr):
-    """x in FP32. NARROW: rounded to FP16 before; what that does not hold is infinite."""
+    """x in FP32. NARROW: x is rounded to FP16 first; values beyond FP16 become infinite."""
     x = x.to(tl.float32)
     if NARROW:
-        held = tl.abs(x) < BEYOND_HALF  # false for what is not a number, too
+        held = tl.abs(x) < BEYOND_HALF  # false for NaN, too
         x = tl.where(held, tl.where(held, x, 0.0).to(tl.float16).to(tl.float32), float("inf"))
     return x
 
@@ -128,8 +128,8 @@ def rotate_one(
     SHIFTED: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """A program's part of Q, K or V: x [count, HEADS, D] in GROUPS groups, of which it has one. Without groups, x is
-    rounded to FP16 and not rotated."""
+    """A program's part of Q, K or V: x [count, HEADS, D] in GROUPS groups, of which the program has one. Without
+    groups, x is rounded to FP16 and not rotated."""
     MEMBERS: tl.constexpr = HEADS // max(GROUPS, 1)
     row, head, seen = pairs_of(group, MEMBERS, count, ROWS)
     channel, inside = channels_of(D, CHANNELS)
@@ -228,7 +228,7 @@ def rotation_launch(x: Tensor, matrices: Tensor, shift: Tensor | None, out: Tens
 
 
 def tile_of(count: int) -> Tile:
-    """For a launch on `count` rows."""
+    """The tile of a launch on `count` rows."""
     return MANY_ROWS if count >= MANY else FEW_ROWS
 
 

@@ -12,12 +12,12 @@ import triton
 from torch import Tensor
 
 INTERPRETER: Final = threading.Lock() if triton.knobs.runtime.interpret else nullcontext()
-"""Triton's interpreter keeps its state in one place, so one kernel at a time; a GPU queues them itself."""
+"""Triton's interpreter keeps its state in one place, so it runs one kernel at a time. A GPU queues kernels itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel with everything that it is called with.
+    """A kernel with its grid, its arguments and the compiler's options.
 
     Software pipelining is off by default: it would move codes through shared memory, which they do not need.
     """
@@ -25,7 +25,7 @@ class Launch:
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    """By parameter name: tensors, integers and compile-time values."""
+    """Parameter name -> a tensor, an integer or a compile-time value."""
     warps: int
     stages: int = 1
     registers: int | None = None
@@ -48,11 +48,11 @@ class Launch:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors lie."""
+        """The device of its tensors."""
         return next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
 
     def run(self) -> None:
-        """Enqueue on the current stream of the tensors' device, whichever device the calling thread has."""
+        """Enqueue on the current stream of the tensors' device, whatever the calling thread's current device is."""
         device = self.device
         with INTERPRETER, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, **self.options)

@@ -3,14 +3,14 @@
 A *record* holds everything of one page of one KV head, contiguously: k_codes, k_meta, v_codes, v_meta, then k_sums and
 v_sums where the format has them; its size is a multiple of 128 bytes. The planes of a pool are views into its records.
 
-**Codes** are stored tiles of 512 bytes, as `code_tiles.py` has it: a lane's 16-byte load is the operand.
+**Codes** are stored tiles of 512 bytes, as in `code_tiles.py`: a lane's 16-byte load is the operand.
 
-**Metadata.** A *unit* is 16 rows with a scale and a minimum each: of K, (partition, token tile) in this order, of V a
-channel tile. Two neighbouring units rest together as FP16 [8 rows l//4][2 units][2 row halves][scale, minimum], 16
-bytes for the rows of a lane; sums likewise without the last axis, in the wire's type.
+**Metadata.** A *unit* is 16 rows, each with a scale and a minimum. Units of K are (partition, token tile), in this
+order; a unit of V is a channel tile. Two neighbouring units rest together as FP16 [8 rows l//4][2 units][2 row
+halves][scale, minimum], 16 bytes for the rows of a lane. Sums rest likewise without the last axis, in the wire's type.
 
-`PageLayout` is the one description of all that: the host computes strides and offsets from it, and every kernel takes
-it as a compile-time constant. `tiles.py` has the device functions that follow it.
+`PageLayout` is the only description of this order. The host computes strides and offsets from it, and every kernel
+takes it as a compile-time constant. `tiles.py` has the device functions that follow it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ RECORD_ALIGNMENT: Final = 128
 
 
 def aligned(end: int) -> int:
-    """Bytes of a record whose last plane ends there."""
+    """Bytes of a record whose last plane ends at `end`."""
     return -(-end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
 class RecordLayout(Protocol):
-    """What the host asks of the record of one page of one KV head."""
+    """The host's view of the record of one page of one KV head."""
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class RecordLayout(Protocol):
 def new_planar_pages(
     fmt: PageFormat, layout: RecordLayout, num_pages: int, num_kv_heads: int, device: torch.device
 ) -> Planes:
-    """Zeroed records whose planes rest as they travel, one after another: views of them."""
+    """Planes as views of zeroed records, where planes rest in wire order, one after another."""
     records, planes = torch.zeros((num_pages, num_kv_heads, layout.nbytes), dtype=torch.uint8, device=device), Planes()
     for plane in fmt.planes:
         begin = layout.offsets[plane.name]
@@ -64,7 +64,7 @@ class TiledLayout(RecordLayout, Protocol):
     """A record whose codes rest in tiles."""
 
     def pages(self, records: Tensor) -> Planes:
-        """Planes as views into records uint8 [N, Hkv, nbytes]; planes of codes have three axes and no others do."""
+        """Planes as views into records uint8 [N, Hkv, nbytes]. Only planes of codes have three axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,13 @@ class PageLayout:
     k_sum_dtype: torch.dtype
     v_sum_dtype: torch.dtype
     sums: bool
-    """Records hold sums."""
+    """Whether records hold sums."""
     asymmetric: bool
-    """Q and P have minima."""
+    """Whether Q and P have minima."""
     stochastic: bool
-    """Codes are rounded with noise."""
+    """Whether codes are rounded with noise."""
     own_codes: bool
-    """A query sees K of its own page as codes."""
+    """Whether a query sees K of its own page as codes."""
 
     @property
     def k_units(self) -> int:
@@ -191,7 +191,7 @@ class PageLayout:
 
 @lru_cache(maxsize=64)
 def page_layout(fmt: HackFormat) -> PageLayout:
-    """The layout of a format's pages, one and the same for every seed."""
+    """The layout of a format's pages, the same for every seed."""
     return PageLayout(
         page_tokens=fmt.page_tokens,
         head_dim=fmt.head_dim,
@@ -246,7 +246,7 @@ def check_layout(layout: RecordLayout, pages: Planes) -> None:
     for name, offset in layout.offsets.items():
         plane = pages[name]
         same_pool = plane.shape[:2] == codes.shape[:2] and plane.data_ptr() == codes.data_ptr() + offset
-        of_one_page = plane.shape[0] == 1  # whose stride says nothing
+        of_one_page = plane.shape[0] == 1  # the stride of a single page means nothing
         same_stride = of_one_page or plane.stride(0) * plane.itemsize == codes.stride(0)
         if not same_pool or not same_stride:
             raise ValueError(f"plane {name} does not lie {offset} B into the records of {begin}")

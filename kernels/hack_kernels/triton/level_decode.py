@@ -1,7 +1,7 @@
-"""Decode on pages of levels: packed codes against 8-bit Q and P, as `decode.py` has it for pages with minima.
+"""Decode on pages of levels: packed codes against 8-bit Q and P, as in `decode.py` for pages with minima.
 
-A warp takes one page of one KV head. A code c stands for s·(c - z): z takes one correction per query and none per key,
-and V's scales go into the weights before these are rounded. Codes of 3 bits are two products, added in integers.
+A warp takes one page of one KV head. A code c stands for s·(c - z). z takes one correction per query and none per key.
+V's scales go into the weights before these are rounded. Codes of 3 bits take two products, added in integers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def total_of(sums):
 
 @triton.jit
 def last_sum(sums, TILE: tl.constexpr):
-    """Σ of those of `sums`, a tuple over 32 columns, whose columns may lie in the last bit field."""
+    """Σ of the entries of `sums`, one for each 32 columns, whose columns may lie in the last bit field."""
     STEP: tl.constexpr = TILE.column_fields
-    total = sums[0] if len(sums) < STEP else sums[STEP - 1]  # in the first case no columns do, and nobody asks
+    total = sums[0] if len(sums) < STEP else sums[STEP - 1]  # if it is shorter, no columns do, and the result is unused
     for i in tl.static_range(2 * STEP - 1, tl.constexpr(len(sums)), STEP):
         total += sums[i]
     return total
@@ -44,8 +44,8 @@ def last_sum(sums, TILE: tl.constexpr):
 
 @triton.jit
 def level_query_columns(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
-    """Query heads at `q`: codes, a tuple over 32 channels of INT8 [W, 32, N]; their scale, for scores in log2, and z
-    times their sum, FP32 [N] and [W, N]; and the sums INT32 [W, N] that flipped bits need, of both planes of codes."""
+    """Query heads at `q`: codes, a tuple over 32 channels of INT8 [W, 32, N]; their scale FP32 [N], for scores in log2;
+    z times their sum FP32 [W, N]; and the sums INT32 [W, N] for flipped bits, one for each plane of codes."""
     codes, scale, _, _, _ = query_columns(q, LAYOUT, heads, W, N)[0]
     sums = ()
     for step in tl.static_range(tl.constexpr(len(codes))):
@@ -73,7 +73,7 @@ def load_tiles(codes, FIRST: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr)
 
 @triton.jit
 def field_product(tiles, operand, flips, TILE: tl.constexpr, m: tl.constexpr, c: tl.constexpr, UNIT: tl.constexpr):
-    """What `plane_product` adds for columns that lie in the fields c·Fr .. of stored tiles."""
+    """The share of `plane_product` for columns that lie in the fields c·Fr .. of stored tiles."""
     STEP: tl.constexpr = TILE.column_fields
     STEPS: tl.constexpr = TILE.column_tiles
     f: tl.constexpr = c * TILE.row_fields + m % TILE.row_fields
@@ -86,8 +86,8 @@ def field_product(tiles, operand, flips, TILE: tl.constexpr, m: tl.constexpr, c:
 @triton.jit
 def plane_product(tiles, operand, flips, TILE: tl.constexpr, m: tl.constexpr, UNIT: tl.constexpr):
     """The codes of row tile `m` times `operand`, a tuple over 32 columns of INT8 [W, 32, N], times 2^UNIT: INT32
-    [W, 16, N]. `tiles` are the stored tiles of the row of them in which `m` lies; `flips` [W, 16, N] is 128 Σ of the
-    operand over columns that may lie in the last bit field."""
+    [W, 16, N]. `tiles` is the row of stored tiles in which `m` lies. `flips` [W, 16, N] is 128 Σ of the operand over
+    columns that may lie in the last bit field."""
     total = field_product(tiles, operand, flips, TILE, m, 0, UNIT)
     for c in tl.static_range(1, tl.constexpr(TILE.column_fields)):
         if c < TILE.column_tiles:
@@ -97,7 +97,7 @@ def plane_product(tiles, operand, flips, TILE: tl.constexpr, m: tl.constexpr, UN
 
 @triton.constexpr_function
 def unit_of(SIDE, m):
-    """What products of row tile `m` are worth 2^-unit of: no code is worth less than its place."""
+    """The least `unit` for which 2^unit times the products of row tile `m` is whole in every bit field."""
     low = SIDE.low.bits * ((SIDE.low.column_fields - 1) * SIDE.low.row_fields + m % SIDE.low.row_fields)
     top = (SIDE.top.column_fields - 1) * SIDE.top.row_fields + m % SIDE.top.row_fields - 2
     return top if SIDE.split and top > low else low
@@ -148,8 +148,8 @@ def level_scores(record, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.con
 
 @triton.jit
 def level_weights(scores, page_top, scales, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """Weights times the scales of V in 7 bits: codes, a tuple over 32 tokens of INT8 [W, 32, N]; their scale and Σ of
-    the weights as they were, both FP32 [W, N]."""
+    """Weights times the scales of V, rounded to 7 bits: codes, a tuple over 32 tokens of INT8 [W, 32, N]; their scale;
+    and Σ of the weights without scales and rounding. The last two are FP32 [W, N]."""
     scaled, total = (), tl.zeros((W, 16, N), tl.float32)
     for m in tl.static_range(tl.constexpr(len(scores))):
         p = tl.exp2(scores[m] - page_top[:, None, :])

@@ -17,7 +17,7 @@ from hack_kernels.triton.level_scales import scale_pointer
 
 @triton.jit
 def move_codes(wire, rest, index, present, INSTALL: tl.constexpr, TILE: tl.constexpr, OF_K: tl.constexpr):
-    """A plane of codes of K or V."""
+    """Moves a plane of codes of K or V."""
     plane: tl.constexpr = TILE.rows * TILE.columns // TILE.fields
     at = wire + index * plane
     if INSTALL:
@@ -31,7 +31,7 @@ def move_side(
     codes, high, scale, record, index, present, INSTALL: tl.constexpr, SIDE: tl.constexpr, OF_K: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """The planes of K or V."""
+    """Moves the planes of K or V."""
     LOW: tl.constexpr = SIDE.low
     TOP: tl.constexpr = SIDE.top
     resting = scale_pointer(record + SIDE.scale, SIDE.narrow)

@@ -1,8 +1,9 @@
-"""How a page of levels rests in GPU memory: one record, as `layout.py` has it, with scales by token for K and V.
+"""How a page of levels rests in GPU memory: one record, as in `layout.py`, with scales by token for K and V.
 
 A record holds k_codes, k_high where codes have 3 bits, k_scale, v_codes, v_high, v_scale. Codes are stored tiles of
-`code_tiles.py`; of 3 bits the lower two and the highest are tiles of their own, and so two products that are added in
-integers. Scales are FP16 or bytes in units of 16 tokens, two units together as [8 rows l//4][2 units][2 row halves].
+`code_tiles.py`. Codes of 3 bits have tiles of the lower two bits and tiles of the highest, and take two products that
+are added in integers. Scales are FP16 or bytes in units of 16 tokens, two units together as [8 rows l//4][2 units][2
+row halves].
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ class LevelSide:
     top: CodeTiles
     """Highest bits of codes of 3 bits."""
     split: bool
-    """Codes have 3 bits."""
+    """Whether codes have 3 bits."""
     tokens: int
     narrow: bool
-    """Scales are bytes."""
+    """Whether scales are bytes."""
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return 3 if self.split else self.low.bits
 
     @property
@@ -73,7 +74,7 @@ class LevelSide:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """In which a scale rests."""
+        """The type in which a scale rests."""
         return torch.uint8 if self.narrow else torch.float16
 
 
@@ -100,7 +101,7 @@ class LevelLayout:
 
     @property
     def v_tiles(self) -> CodeTiles:
-        """By which prefill divides channels."""
+        """The tiles by which prefill divides V's channels."""
         return self.v.low
 
     @property

@@ -1,4 +1,4 @@
-"""Prefill on pages of levels: what `prefill.py` asks of a kind of page, for codes around zero."""
+"""Prefill on pages of levels: the functions that `prefill.py` needs for a kind of page."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CHANNELS_AT_ONCE = tl.constexpr(128)
 
 @triton.jit
 def level_query_rows(q_rows, seen_rows, LAYOUT: tl.constexpr):
-    """Rows of Q at `q_rows` [M]: codes, a tuple over 128 channels of INT8 [M, 128], or fewer; and of [M] FP32 their
-    scale and z times their sum."""
+    """Rows of Q at `q_rows` [M]: codes, a tuple over 128 channels of INT8 [M, 128], or fewer; their scale and z times
+    their sum, FP32 [M]."""
     D: tl.constexpr = LAYOUT.head_dim
     WIDTH: tl.constexpr = CHANNELS_AT_ONCE if D > CHANNELS_AT_ONCE else triton.next_power_of_2(D)
     PIECES: tl.constexpr = triton.cdiv(D, WIDTH)
@@ -66,8 +66,9 @@ def add_product(
     total, operand, codes, UP: tl.constexpr, TILE: tl.constexpr, first, FIELDS: tl.constexpr, DOWN: tl.constexpr,
     first_across, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """`total` FP32 [M, R] and UP times `operand` INT8 [M, C] times codes: of rows from row tile `first` on, FIELDS
-    fields of DOWN rows of stored tiles; of columns, ACROSS stored tiles from `first_across` on. It is exact."""
+    """`total` FP32 [M, R] plus UP times `operand` INT8 [M, C] times codes, exact. The codes' rows are FIELDS fields of
+    DOWN rows of stored tiles, from row tile `first` on; their columns are ACROSS stored tiles from `first_across`
+    on."""
     row = tl.arange(0, DOWN * FIELDS * 16)
     for c in tl.static_range(tl.constexpr(TILE.column_fields)):
         if c < TILE.column_tiles:
@@ -101,8 +102,8 @@ def level_page_scores(query, record, LAYOUT: tl.constexpr):
 
 @triton.jit
 def add_side(dots, operand, record, SIDE: tl.constexpr, first, TILES: tl.constexpr, piece, PIECES: tl.constexpr):
-    """`dots` [M, 16·TILES] and `operand` [M, C] times TILES row tiles from `first` on of K or V; of the columns, the
-    `piece`-th part of PIECES."""
+    """`dots` [M, 16·TILES] plus `operand` [M, C] times TILES row tiles of K or V, from `first` on. The columns are the
+    `piece`-th of PIECES parts."""
     LOW: tl.constexpr = SIDE.low
     TOP: tl.constexpr = SIDE.top
     LOW_FIELDS: tl.constexpr = LOW.row_fields if LOW.row_fields < TILES else TILES
@@ -150,7 +151,7 @@ def add_level_page(state, query, record, first_block, TILING: tl.constexpr, LAYO
 
 
 def level_prompt_reader(fmt: LevelFormat, dtype: torch.dtype) -> PromptReader:
-    """For pages of levels, and queries of `dtype`."""
+    """The reader of pages of levels, for queries of `dtype`."""
     layout = level_layout(fmt)
     return PromptReader(level_query_rows, add_level_page, layout, _tiling(fmt, dtype))
 

@@ -16,7 +16,7 @@ MOST = tl.constexpr(MOST_BYTE)
 
 @triton.jit
 def half_of_byte(byte):
-    """FP16 of bytes of any integer type, of which the lowest eight bits count."""
+    """FP16 of bytes in any integer type. Only the lowest eight bits count."""
     return ((byte & 0xFF) << SHIFT).to(tl.int16).to(tl.float16, bitcast=True)
 
 

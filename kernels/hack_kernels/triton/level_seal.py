@@ -1,8 +1,9 @@
 """Full pages of FP16 rows to records of levels, bit-equal to the definition in `level_format.py`.
 
-Sums over channels have an order there, so a lane has a token and takes its channels one after another. Codes lie in
-memory, a byte each, between that order and the order at rest. Under feedback every level changes what the channels
-before it want: 16 tokens at a time, their channels across lanes, one level after another.
+The definition fixes the order of sums over channels, so a lane takes one token, channel after channel. Codes pass
+through memory, a byte each, on their way from that order to the order at rest. Under feedback every level changes the
+values wanted of the channels before it. So levels are chosen one after another, for 16 tokens at a time, with channels
+across lanes.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ def inverse_of(scale):
 
 @triton.jit
 def stored(scale, NARROW: tl.constexpr):
-    """A scale as it is held, FP16."""
+    """A scale rounded to its stored form, FP16."""
     half = tl.minimum(tl.maximum(scale, LEAST), MOST).to(tl.float16)
     return half_of_byte(byte_of_half(half)) if NARROW else half
 
 
 @triton.jit
 def eight(x):
-    """[T, 8] as a tuple of eight [T], of which a lane has them all."""
+    """[T, 8] as a tuple of eight [T]. One lane has all eight numbers of a row."""
     split = tl.reshape(x, (x.shape[0], 2, 2, 2))
     even, odd = tl.split(split)
     first, third = tl.split(even)
@@ -97,8 +98,9 @@ def plain_codes(rows, codes, scale, SIDE: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def fed_codes(rows, codes, scale, gains, weights, SIDE: tl.constexpr, D: tl.constexpr):
-    """Codes of rows at `rows` [T] under feedback, a byte each, to `codes` [T]. `scale` FP32 [T] is that before it;
-    returned is that after it, FP16. `gains` [D, D]: at [i, d] the gain of channel d by i, 1 on the diagonal."""
+    """Codes of rows at `rows` [T] under feedback, a byte each, to `codes` [T]. `scale` FP32 [T] is the scale before
+    feedback; the scale after it is returned, FP16. `gains` [D, D]: at [i, d] the gain of channel d by i, 1 on the
+    diagonal."""
     channel = tl.arange(0, triton.next_power_of_2(D))
     inside = channel < D
     none = tl.zeros(rows.shape, tl.float32)
@@ -150,7 +152,7 @@ def seal_side(
     rows, codes, record, token_stride, gains, weights, FED: tl.constexpr, SIDE: tl.constexpr, OF_K: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """K or V of one page of one KV head. Threads read what others wrote, behind a barrier."""
+    """Seals K or V of one page of one KV head. Barriers precede reads of what other threads wrote."""
     PI: tl.constexpr = LAYOUT.page_tokens
     D: tl.constexpr = LAYOUT.head_dim
     token = tl.arange(0, PI)
@@ -195,8 +197,8 @@ def level_seal_kernel(
     FED: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Grid (pages, KV heads, 2): K or V of one page of one head. `codes` is room for bytes [pages, heads, 2, Π, D];
-    feedback is that of the model's head `head_start` on."""
+    """Grid (pages, KV heads, 2): K or V of one page of one head. `codes` is room for bytes [pages, heads, 2, Π, D].
+    Gains and weights are those of all the model's heads; head 0 here is head `head_start`."""
     D: tl.constexpr = LAYOUT.head_dim
     K: tl.constexpr = LAYOUT.k
     V: tl.constexpr = LAYOUT.v
@@ -213,7 +215,7 @@ def level_seal_kernel(
 
 
 def columns_first(feedback: Feedback) -> Feedback:
-    """As the kernel reads it: gains [heads, i, d] of channel d by i, with 1 on the diagonal."""
+    """Feedback as the kernel reads it: gains [heads, i, d] of channel d by i, with 1 on the diagonal."""
     gains = feedback.gains + torch.eye(feedback.gains.shape[-1], device=feedback.gains.device)
     return Feedback(gains.mT.contiguous(), feedback.weights.contiguous())
 
@@ -228,8 +230,8 @@ def seal_levels(
 def level_seal_launch(
     fmt: LevelFormat, pool: Pool, page_ids: Tensor, k: Tensor, v: Tensor, feedback: Feedback | None
 ) -> Launch:
-    """The launch of `seal_levels`; k and v are contiguous, `feedback` is as of `columns_first`. Without fused
-    multiply-adds, rounding is the definition's."""
+    """The launch of `seal_levels`; k and v are contiguous, `feedback` comes from `columns_first`. It uses no fused
+    multiply-adds, so that it rounds as the definition does."""
     records = pool.planes["k_codes"]
     codes = torch.empty((*k.shape[:2], 2, *k.shape[2:]), dtype=torch.uint8, device=k.device)
     arguments = {

@@ -39,7 +39,7 @@ class LevelTriton:
         self._feedback = dict[int, Feedback]()
 
     def set_feedback(self, layer: int, feedback: Feedback) -> None:
-        """Keep it for the seals of `layer`, in the order in which the kernel reads it."""
+        """Keep the feedback for seals of `layer`, in the order in which the kernel reads it."""
         feedback.check(self.fmt.head_dim)
         self._feedback[layer] = columns_first(feedback.to(self.device))
 

@@ -1,4 +1,4 @@
-"""A sequence's own page: FP16 rows, seen exactly as the open-page rule wants.
+"""A sequence's own page: FP16 rows, seen exactly by the open-page rule.
 
 Products of FP16 and FP32 run on FP16 matrix units: the FP32 side is the sum of two FP16 numbers, 22 bits of mantissa.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from hack_kernels.triton.query import LOG2_E, load_query
 
 HALF_STEP = tl.constexpr(2048.0)
-"""2^11: scales the rest of an FP32 number in -1..1 after rounding to FP16 back to the range of the number itself."""
+"""2^11: brings the rest of an FP32 number in -1..1, after rounding to FP16, back to the range of the number."""
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def load_rows(rows, row, first, columns: tl.constexpr, D: tl.constexpr):
 def exact_scores(q, heads, rows, row, origin, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """Scores FP32 [W, 16, N] of rows `row` [W, 16] of K against the query heads at `q`, in units of log2.
 
-    Channels are counted from `origin`, which is 0.
+    `origin` is 0, but the compiler does not know it (`paged.own_page`).
     """
     size = tl.zeros((N,), tl.float32)
     for first in range(origin, D, 32):
@@ -55,7 +55,7 @@ def exact_scores(q, heads, rows, row, origin, D: tl.constexpr, W: tl.constexpr, 
 
 @triton.jit
 def add_rows(state, scores, rows, row, seen, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """Rows `row` of V with `scores` [W, 16, N], those `seen`, added to the running softmax of `decode.add_pages`."""
+    """Rows `row` of V that are `seen`, with `scores` [W, 16, N], added to the running softmax of `decode.add_pages`."""
     top, weight, out = state
     scores = tl.where(seen[:, :, None], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))

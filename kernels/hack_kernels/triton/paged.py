@@ -1,6 +1,6 @@
 """Decode over paged KV of any page layout: the loop that homomorphic attention and its rivals share.
 
-A program of W warps walks through its stretch of the batch (`split.py`), W pages at a time and one per warp, keeps a
+A program of W warps walks through its stretch of the batch (`split.py`), W pages at a time and one per warp. It keeps a
 running softmax for every warp, adds the sequence's own FP16 page, and merges. The kernel is compiled with the functions
 that prepare queries and that read a page's bytes.
 """
@@ -38,12 +38,13 @@ ALL_REGISTERS: Final = 255
 PROCESSOR_REGISTERS: Final = 2**16
 """Registers of a multiprocessor, on every architecture that `support.py` admits."""
 SPARING: Final = "--register-usage-level=4"
-"""ptxas option for kernels with `ALL_REGISTERS`: at its default of 5 it looks ahead so far that a few of them spill."""
+"""ptxas option for kernels with `ALL_REGISTERS`: at the default of 5, ptxas looks so far ahead that a few of them
+spill."""
 REGISTERS_FOR_OUTPUTS: Final = 1024
 """Outputs (channels × queries) up to which a program fits in `REGISTERS`; with more it takes `ALL_REGISTERS`."""
 
 LOWEST = tl.constexpr(-1e30)
-"""Stands for minus infinity where a difference of two of them is taken."""
+"""Replaces minus infinity where two such numbers are subtracted."""
 
 
 @triton.jit
@@ -66,12 +67,12 @@ def own_page(
     N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The exact rows up to position `start` added to the running softmax, 16·W rows at a time: those of the open page,
-    and those of the pages before it that `WINDOW` keeps, in the order in which they lie in their slot.
+    """The exact rows up to position `start` added to the running softmax, 16·W rows at a time. These are the rows of
+    the open page and of the pages before it that `WINDOW` keeps, in the order of their slot.
 
-    Past the last row, that one is read again: offsets of lanes then depend on the sequence, so LLVM cannot work them
-    out ahead of the loop over sequences, and keep them in registers through the loop over pages. Nor does it know that
-    the loop over channels begins at 0: unrolled, it would take more registers than the pages do.
+    Past the last row, the last row is read again. So offsets of lanes depend on the sequence, and LLVM cannot compute
+    them before the loop over sequences and keep them in registers through the loop over pages. `origin` is 0, but LLVM
+    does not know it: it would unroll the loop over channels, which would take more registers than the pages do.
     """
     own_rows, origin = start % PI + 1, 32 * tl.minimum(start, 0)
     rows = own_rows
@@ -94,7 +95,7 @@ def own_page(
 
 @triton.jit
 def store_share(share, state, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """What W warps found, merged, to `share`: outputs [D, N], then top [16, N] and weight [8, N] with equal rows."""
+    """Merges the states of W warps into `share`: outputs [D, N], then top [16, N] and weight [8, N] with equal rows."""
     top, weight, out = state
     row = tl.arange(0, 16)[:, None] * N + tl.arange(0, N)[None, :]
     row_of_weight = tl.arange(0, 8)[:, None] * N + tl.arange(0, N)[None, :]
@@ -108,7 +109,7 @@ def store_share(share, state, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr)
 
 @triton.jit
 def store_outputs(out, state, heads, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """What W warps found, merged and divided by its weight, to the query heads at `out`."""
+    """Merges the states of W warps, divides by the weight and writes the query heads at `out`."""
     top, weight, found = state
     channel, head = tl.arange(0, 16)[:, None], tl.arange(0, N)[None, :]
     factors = tl.exp2(top - tl.max(top, 0)[None, :])
@@ -222,7 +223,7 @@ def decode_kernel(
 
 
 class PoolLayout(Protocol):
-    """How a kind of page rests, as far as the frame asks: one value that names a compiled kernel."""
+    """The frame's view of how a kind of page rests. Each value of it has a compiled kernel of its own."""
 
     @property
     def head_dim(self) -> int:
@@ -239,18 +240,18 @@ class PoolLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageReader:
-    """What a kind of page adds to the frame: two device functions (see `decode_kernel`), its layout, and numbers."""
+    """The parts that a kind of page adds to the frame: two device functions (see `decode_kernel`), layout, settings."""
 
     prepare: Any
     add: Any
     layout: PoolLayout
     registers: int = REGISTERS
     few_columns: bool = False
-    """Its state per query head leaves no registers for outputs beyond `REGISTERS_FOR_OUTPUTS`."""
+    """Whether its state per query head leaves no registers for outputs beyond `REGISTERS_FOR_OUTPUTS`."""
     sparing: bool = True
-    """Assemble it with `SPARING` where it has all registers."""
+    """Whether it is assembled with `SPARING` if it has all registers."""
     assembler: str | None = None
-    """Options of ptxas wherever it has none for that reason."""
+    """Options of ptxas where `SPARING` does not apply."""
 
 
 def paged_launch(
@@ -291,7 +292,7 @@ def paged_launch(
 
 
 def step_arguments(keys: Tensor, values: Tensor, pool: Pool, spans: Spans, q: Tensor, out: Tensor) -> dict[str, Any]:
-    """What kernels of a decode step are called with, however they read pages: see `decode_kernel`."""
+    """The arguments that all kernels of a decode step share, however they read pages; see `decode_kernel`."""
     batch, heads, table = q.shape[0], keys.shape[1], spans.table.contiguous()
     return {
         "keys": keys,

@@ -1,8 +1,8 @@
 """Homomorphic attention of many rows per sequence: INT8 dots over sealed pages, the own page as `OpenPage` says.
 
 A program computes one tile: the query heads of one KV head for a few consecutive tokens that lie in one page. So every
-page before is seen whole, without a mask, and only the own page needs one. Tiles are counted on the device, so that
-neither lengths nor order of the batch are read on the host; the grid is an upper bound, and programs past it return.
+earlier page is seen whole, and only the own page needs a mask. Tiles are counted on the device, so the host reads
+neither lengths nor order of the batch. The grid is an upper bound, and programs past the last tile return.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from hack_kernels.triton.split import batch_block
 
 @triton.jit
 def locate(starts, counts, batch, BATCH: tl.constexpr, TOKENS: tl.constexpr):
-    """Sequence and first token of this program's tile, the longest contexts of a sequence first; -1 past the end."""
+    """The sequence of this program's tile, or -1 past the end, and its first token. A sequence's last tiles come
+    first."""
     order = tl.arange(0, BATCH)
     start = tl.load(starts + order, mask=order < batch, other=0).to(tl.int32)
     count = tl.load(counts + order, mask=order < batch, other=0).to(tl.int32)
@@ -81,8 +82,8 @@ def prefill_kernel(
 ):
     """Grid (tiles, KV heads, parts of V). Rows of a tile are (token, query head), heads padded to GROUP_PAD.
 
-    PREPARE(q_rows, seen_rows, LAYOUT) makes of rows of queries what ADD(state, query, record, first_block, TILING,
-    LAYOUT) wants, which adds a sealed page to the running softmax.
+    PREPARE(q_rows, seen_rows, LAYOUT) turns rows of queries into the `query` of ADD. ADD(state, query, record,
+    first_block, TILING, LAYOUT) adds a sealed page to the running softmax.
 
     table int64 [batch, ...], or [batch, KV heads, ...] with BY_HEAD, contiguous.
     """
@@ -159,7 +160,7 @@ def prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """What a kind of page adds to the frame: two device functions (see `prefill_kernel`), its layout, the tiling."""
+    """The parts that a kind of page adds to the frame: two device functions (see `prefill_kernel`), layout, tiling."""
 
     prepare: Any
     add: Any
@@ -184,7 +185,7 @@ def attn_prompt(reader: PromptReader, layer: int, pool: Pool, spans: Spans, q: T
 
 
 def reader_of(fmt: HackFormat, dtype: torch.dtype) -> PromptReader:
-    """For pages of codes with minima, and queries of `dtype`."""
+    """The reader of pages of codes with minima, for queries of `dtype`."""
     return PromptReader(query_rows, add_page, page_layout(fmt), tiling_of(fmt, dtype), fmt.seed)
 
 
@@ -224,8 +225,8 @@ def prompt_launch(
 def tile_arguments(
     pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tokens: int
 ) -> dict[str, Any]:
-    """What kernels of prompts in tiles of `tokens` tokens are called with, however they read sealed pages; q, k, v and
-    out are contiguous."""
+    """The arguments that all kernels of prompts in tiles of `tokens` tokens share, however they read sealed pages. q,
+    k, v and out are contiguous."""
     batch, group = spans.starts.numel(), q.shape[1] // k.shape[1]
     return {
         "q": q,

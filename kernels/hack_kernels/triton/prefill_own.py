@@ -14,7 +14,8 @@ from hack_kernels.triton.quantize import codes_of, divided, extremes, noise_of, 
 def own_rows(open_rows, batch_rows, token, column, start, end, row_stride, WIDTH: tl.constexpr):
     """FP16 rows [R, C] at positions `token`: those before the batch lie in the open page, the others in the batch.
 
-    Both pointers are moved so that position t is t rows away, of WIDTH elements and of `row_stride`.
+    Both pointers are moved so that position t is t rows away: WIDTH elements a row in the open page, `row_stride` in
+    the batch.
     """
     inside = column[None, :] < WIDTH
     early, late = token < start, (token >= start) & (token < end)
@@ -87,7 +88,7 @@ def add_rows(
 ):
     """Rows of V with `scores` [M, R] added to the running softmax of `prefill_sealed.add_page`.
 
-    Weights are split in two FP16 halves, 22 bits, as the rows are FP16.
+    The rows are FP16, so weights are split into two FP16 numbers, which hold 22 bits.
     """
     top, total, outputs = state
     BLOCKS: tl.constexpr = TILING.blocks

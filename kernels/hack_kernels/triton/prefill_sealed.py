@@ -55,7 +55,8 @@ def sealed_scores(query, record, LAYOUT: tl.constexpr):
 def weight_codes(weights, ASYMMETRIC: tl.constexpr):
     """Weights [M, Π] in 0..1 to INT8 [M, Π], and FP32 [M]: step, minimum and sum of the codes in 0..127 or 0..255.
 
-    Codes of 0..255 are handed out less 128; `weigh` makes up for it in integers, as in FP32 it would cancel too much.
+    Codes of 0..255 are returned less 128. `weigh` adds that again in integers, because FP32 terms would cancel too
+    much.
     """
     ROWS: tl.constexpr = weights.shape[0]
     if ASYMMETRIC:

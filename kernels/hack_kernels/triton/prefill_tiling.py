@@ -17,7 +17,8 @@ QUERY_ROWS: Final = 32
 """Query rows of a program; half as many for wide heads, for float32 and for two warps. On Hopper, 64 rows and its wider
 INT8 products would take a fifth fewer instructions, but 64 rows spill on other GPUs."""
 TILES_AT_ONCE: Final = 4
-"""Tiles of 16 channels of V multiplied at once: enough that every warp has its own products, else warps repeat some."""
+"""Tiles of 16 channels of V multiplied at once: with fewer, warps would have no products of their own and repeat
+some."""
 PARTS: Final = 2
 """Parts that V's channels are divided into where registers do not suffice for all of them."""
 LANE_BYTES: Final = 16

@@ -1,8 +1,8 @@
 """The arithmetic of `hack_kernels.quantize`, for use inside Triton kernels.
 
-Codes must equal the reference's bit for bit on a GPU too, and Triton's plain division is good to 2 ulp only. A quotient
-by a scale that many elements share is corrected from the scale's reciprocal instead of divided anew: half the price of
-`div_rn`, same result. Kernels that use this file switch off the fusion of multiplications into additions.
+Codes must equal the reference's bit for bit on a GPU too, but Triton's plain division is good to 2 ulp only. So a
+quotient by a scale that many elements share is computed from the scale's reciprocal and corrected: the result of
+`div_rn` at half the price. Kernels that use this file switch off the fusion of multiplications into additions.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def codes_of(x, low, scale, noise, LEVELS: tl.constexpr):
 
 @triton.jit
 def noise_of(seed, layer, head, positions, blocks, PLANE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """What is added before rounding down, [T, 8B]: 1/2, or as philox.py has it for rows at `positions` [T] and the
-    channels 8b .. 8b+7 of each of `blocks` [B]; plane 0 is K, 1 V."""
+    """The numbers that are added before rounding down, [T, 8B]: 1/2, or those of philox.py for rows at `positions` [T]
+    and the channels 8b .. 8b+7 of each of `blocks` [B]. PLANE is 0 for K and 1 for V."""
     T: tl.constexpr = positions.shape[0]
     CHANNELS: tl.constexpr = 8 * blocks.shape[0]
     if STOCHASTIC:

@@ -1,7 +1,7 @@
-"""Q in 8 bits, by the arithmetic of `reference.eq4.quantize_query`, in the two shapes that products take it in.
+"""Q in 8 bits, by the arithmetic of `reference.eq4.quantize_query`, in the two shapes that products take.
 
 Decode has a KV head's query heads as columns, 32 channels at a time, and keeps them in registers for all pages. Prefill
-has rows (token, query head) against a whole partition. Scores are over sqrt(D), by which Q is divided before.
+has rows (token, query head) against a whole partition. Q is divided by sqrt(D) before it is quantized.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def query_scale(span, ASYMMETRIC: tl.constexpr):
 def query_levels(x, scale, ASYMMETRIC: tl.constexpr):
     """Codes of Q, whole numbers in FP32 that INT8 holds; x and `scale` have one shape.
 
-    In the asymmetric form x is what Q is above its minimum, and codes 0..255 are returned less 128.
+    In the asymmetric form x is Q less its minimum, and codes 0..255 are returned less 128.
     """
     if ASYMMETRIC:
         levels = tl.minimum(tl.floor(tl.div_rn(x, scale) + 0.5), 255.0) - 128.0
@@ -76,8 +76,8 @@ def column_partition(q, p: tl.constexpr, LAYOUT: tl.constexpr, heads, W: tl.cons
 def query_columns(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
     """Query heads at `q` for decode: a tuple over partitions.
 
-    Of each: codes (a tuple over 32 channels of int8 [W, 32, N]); and of [N] scale, minimum, the constant that goes with
-    K's minimum, and the sum of codes, INT32. Scores are wanted in units of log2.
+    A partition has codes (a tuple over 32 channels of int8 [W, 32, N]), and [N] each the scale, the minimum, the factor
+    of K's minimum, and the sum of codes, INT32. Scores are in units of log2.
     """
     query = ()
     for p in tl.static_range(tl.constexpr(LAYOUT.groups)):
@@ -90,8 +90,8 @@ def row_partition(q, seen, ASYMMETRIC: tl.constexpr):
     """One partition of `query_rows`, from Q over sqrt(D) [M, Z] FP32. Elements not `seen` get code 0, which adds
     nothing to a product.
 
-    Zeros are added to the divisor so that it is a value of its own: the loop over pages then broadcasts the scale anew
-    and does not keep this one.
+    Zeros are added to the divisor to make it a separate value. The loop over pages then broadcasts the scale anew and
+    does not keep this tensor.
     """
     if ASYMMETRIC:
         low, high = extremes(q, seen)
@@ -110,8 +110,8 @@ def row_partition(q, seen, ASYMMETRIC: tl.constexpr):
 def query_rows(q_rows, seen_rows, LAYOUT: tl.constexpr):
     """Rows of Q at `q_rows` [M] for prefill: a tuple over partitions.
 
-    Of each: codes int8 [M, Z]; and of [M] FP32 scale, minimum (in the symmetric form 0, in the other the value of code
-    0) and sum of codes.
+    A partition has codes int8 [M, Z], and FP32 [M] each the scale, the minimum (0 in the symmetric form, else the value
+    of code 0) and the sum of codes.
     """
     GROUPS: tl.constexpr = LAYOUT.groups
     z = tl.arange(0, LAYOUT.partition_pad)

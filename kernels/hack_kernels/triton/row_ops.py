@@ -1,7 +1,7 @@
-"""A model's operations on rows in one launch each: what a decode step spends between two products is launches.
+"""A model's operations on rows, one launch each: between two products a decode step spends its time on launches.
 
-Arithmetic is FP32, and a row's result does not depend on the rows beside it. The number of rows is the grid's alone, so
-no batch makes Triton compile.
+Arithmetic is FP32, and a row's result does not depend on the rows beside it. The number of rows appears only in the
+grid, so no batch size makes Triton compile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.tiles import BEYOND_HALF, rounded
 
 LANE_ELEMENTS: Final = 8
-"""What a lane takes at once: 16 bytes of 16-bit values."""
+"""Elements that a lane takes at once: 16 bytes of 16-bit values."""
 WARP: Final = 32
 MOST_WARPS: Final = 16
 COLUMNS_AT_ONCE: Final = 1024
@@ -29,7 +29,8 @@ HEADS_AT_ONCE: Final = 4
 
 @triton.jit
 def norm_kernel(x, more, weight, out, epsilon, N: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr):
-    """Grid (rows,). x, more and out [rows, N], weight [N], contiguous. Nothing that is loaded waits for a sum."""
+    """Grid (rows,). x, more and out [rows, N], weight [N], contiguous. All loads precede the sum, so none waits for
+    it."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     column = tl.arange(0, BLOCK)
     inside = column < N
@@ -83,9 +84,9 @@ def gate_kernel(x, out, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def narrowed(x, inside):
-    """Values at `x` in FP16, and which of them FP16 holds; 0 for the others."""
+    """Values at `x` in FP16, 0 where FP16 does not hold them, and whether it holds them."""
     value = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-    held = tl.abs(value) < BEYOND_HALF  # false for what is not a number, too
+    held = tl.abs(value) < BEYOND_HALF  # false for NaN, too
     return tl.where(held, value, 0.0).to(tl.float16), held
 
 
@@ -118,12 +119,12 @@ def append_kernel(
     k_row, k_held = narrowed(k + b.to(tl.int64) * k_stride + element, inside)
     v_row, v_held = narrowed(v + b.to(tl.int64) * v_stride + element, inside)
     held = tl.min((k_held & v_held).to(tl.int32), 0)
-    page = number // PI  # as `Window.at` has it
+    page = number // PI  # as in `Window.at`
     place = tl.where(page < SINK, page, SINK + (page - SINK) % (RECENT + 1)) * PI + number % PI
     at = slot * slot_stride + (element // D).to(tl.int64) * head_stride + place * D + element % D
     tl.store(open_k + at, k_row, mask=element < held * (HEADS * D))
     tl.store(open_v + at, v_row, mask=element < held * (HEADS * D))
-    if held == 0:  # what is set stays set
+    if held == 0:  # a flag that is set stays set
         tl.store(faulty + b, True)
 
 
@@ -138,7 +139,7 @@ class FusedRows:
         return out
 
     def rotate(self, x: Tensor, heads: int, cos_sin: Tensor) -> None:
-        """See `RowKernels`. To the bit as the definition: products and sums stay separate."""
+        """See `RowKernels`. Products and sums stay separate, so results equal the definition's to the bit."""
         if x.shape[0]:
             rotate_launch(x, heads, cos_sin).run()
 
@@ -233,5 +234,5 @@ def _check_whole(**tensors: Tensor) -> None:
 
 
 def _warps(elements: int) -> int:
-    """So many that a lane takes 16 bytes, and that they fit a program."""
+    """The number of warps with which a lane takes 16 bytes, at most `MOST_WARPS`."""
     return min(MOST_WARPS, max(1, elements // (LANE_ELEMENTS * WARP)))

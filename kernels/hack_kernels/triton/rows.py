@@ -1,9 +1,8 @@
-"""Decode over uncompressed pages: codec `fp16` on a GPU, and what compression is measured against.
+"""Decode over uncompressed pages: codec `fp16` on a GPU, against which compression is measured.
 
-Pages are FP16 or BF16 rows [N, Hkv, Π, D]. Rows are what memory gives and nothing else is in their way, so a program
-takes a tile of rows after another, whatever pages they lie in, and has the next tiles on their way to shared memory
-meanwhile (Triton's software pipelining). Query heads are the 16 rows of a matrix product. Work is divided and merged as
-in `split.py`.
+Pages are FP16 or BF16 rows [N, Hkv, Π, D]. Rows need no decoding, so a program takes one tile of rows after another,
+whatever pages they lie in. Meanwhile the next tiles are on their way to shared memory (Triton's software pipelining).
+Query heads are the 16 rows of a matrix product. Work is divided and merged as in `split.py`.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from hack_kernels.triton.split import (
 )
 
 QUERIES = tl.constexpr(16)
-"""Rows of the left operand of a matrix product, the least that there are: query heads of one program."""
+"""The fewest rows that the left operand of a matrix product may have: the query heads of one program."""
 OWN_PAGE = tl.constexpr(2)
-"""Cost of a sequence's own page in sealed ones: it has their bytes, and nothing is on its way when it begins."""
+"""Cost of a sequence's own page, in sealed pages: it has as many bytes, and none is on its way when it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +45,12 @@ class RowTiling:
     """How a program goes through rows."""
 
     elements: int = 2**13
-    """Of a tile of K, and of V: rows × channels, a power of two."""
+    """Elements of a tile of K, and of V: rows × channels, a power of two."""
     stages: int = 3
-    """Tiles of K and V in shared memory, and one."""
+    """Tiles of K and V in shared memory, plus one."""
     warps: int = 8
     registers: int = 128
-    """Of a thread, at most: two programs fit a multiprocessor."""
+    """Registers of a thread, at most, so that two programs fit a multiprocessor."""
 
     def rows(self, head_dim: int) -> int:
         """Rows of a tile."""
@@ -64,16 +63,16 @@ class RowTiling:
 
 
 SCRATCH: Final = 11 << 10
-"""Shared memory that a program has for what passes between its warps, in the largest of these kernels."""
+"""Bytes of shared memory for the exchange between a program's warps, in the largest of these kernels."""
 ROW_TILING: Final = RowTiling()
-"""32 KiB of K and V at a time, and of each program 32 to 64 KiB on their way."""
+"""A program multiplies 32 KiB of K and V at a time, and has 32 to 64 KiB on their way."""
 
 
 @triton.jit
 def page_of_rows(entry, i, last, PI: tl.constexpr, R: tl.constexpr):
     """Pages of the R rows from row i·min(R, Π) of a sequence on: one number, or [R, 1] where a tile has several pages.
 
-    Page numbers stand at `entry`; none is read at or past `last`, nor before the first.
+    Page numbers are at `entry`. None is read at or past `last`, nor before the first.
     """
     if R <= PI:
         index = tl.minimum(i // (PI // R), last - 1)
@@ -86,10 +85,10 @@ def page_of_rows(entry, i, last, PI: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def add_tile(state, query, k, v, seen, D: tl.constexpr, SOME: tl.constexpr):
-    """Rows k, v [R, D'], all or SOME of them, those `seen` [R], added to the running softmax.
+    """Rows k, v [R, D'] added to the running softmax: all rows or, with SOME, the rows that are `seen` [R].
 
-    That is (largest score in log2 [16], weights [16, R], outputs [16, D']), all FP32; weights are summed over rows at
-    the end.
+    The softmax is (largest score in log2 [16], weights [16, R], outputs [16, D']), all FP32. Weights are summed over
+    rows at the end.
     """
     top, weights, out = state
     score = product(query, tl.trans(k), tl.zeros_like(weights)) * (LOG2_E * D**-0.5)
@@ -133,8 +132,8 @@ def rows_kernel(
     """Grid (HEADS · ceil(GROUP / N), parts): N query heads of a KV head, an equal share of all pages, R rows at a time.
 
     keys, values: FP16 or BF16 pools [pages, HEADS, PI, D] with strides `page_stride` and PI·D; the rest as in
-    `paged.decode_kernel`. Of a slot the own page is read, and no page of the window before it, as those lie in the pool
-    too, unchanged.
+    `paged.decode_kernel`. Only the own page of a slot is read. The other pages of the window are also in the pool,
+    unchanged.
     """
     BLOCKS: tl.constexpr = (GROUP + N - 1) // N
     DP: tl.constexpr = triton.next_power_of_2(D)
@@ -219,8 +218,8 @@ def rows_kernel(
 class RowTriton(RowReference):
     """Implements `PageKernels` for `RowFormat`. Decode of 16-bit queries is the kernel of this file.
 
-    Prompts read copies of pages, one behind another (`dense.py`). FP32 queries, which kernels would round to FP16,
-    keep their precision: they are the definition's.
+    Prompts read copies of pages, one behind another (`dense.py`). FP32 queries, which kernels would round to FP16, go
+    to the definition and keep their precision.
     """
 
     served_by = "triton"
@@ -230,7 +229,7 @@ class RowTriton(RowReference):
         self._workspace = workspace
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """In one launch and without waiting for the device, if the kernel takes it."""
+        """Decode of 16-bit queries takes one launch, without waiting for the device."""
         if rows.q.dtype.itemsize != 2:
             return super().attend(layer, pool, spans, rows)
         check_attention(self.fmt, pool, spans, rows)

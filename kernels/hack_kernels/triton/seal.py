@@ -16,7 +16,7 @@ from hack_kernels.triton.tiles import store_codes, store_meta, sums_pointer, uni
 
 @triton.jit
 def _seal_k(rows, record, token_stride, start, head, layer, seed, LAYOUT: tl.constexpr):
-    """Partition by partition; where a byte holds two column tiles, two partitions share its stored tile."""
+    """Seals K partition by partition. Where a byte holds two column tiles, two partitions share its stored tile."""
     TILE: tl.constexpr = LAYOUT.k_tiles
     STEPS: tl.constexpr = (LAYOUT.groups + TILE.column_fields - 1) // TILE.column_fields
     SHARING: tl.constexpr = TILE.column_fields
@@ -55,7 +55,7 @@ def _seal_k(rows, record, token_stride, start, head, layer, seed, LAYOUT: tl.con
 
 @triton.jit
 def _seal_v(rows, record, token_stride, start, head, layer, seed, LAYOUT: tl.constexpr):
-    """Channels are rows here and tokens columns; a channel's tokens are its partition."""
+    """Seals V. Channels are rows here and tokens columns; a channel's tokens are its partition."""
     TILE: tl.constexpr = LAYOUT.v_tiles
     FIELDS: tl.constexpr = TILE.row_fields
     ROWS: tl.constexpr = TILE.field_rows
@@ -99,7 +99,7 @@ def seal_kernel(
     seed,
     LAYOUT: tl.constexpr,
 ):
-    """Grid (pages, KV heads, 2): K or V of one page of one head. Noise is that of the model's head `head_start` on."""
+    """Grid (pages, KV heads, 2): K or V of one page of one head. For noise, head 0 is the model's head `head_start`."""
     page, head = tl.program_id(0), tl.program_id(1)
     record = records + tl.load(page_ids + page) * page_stride + head * LAYOUT.nbytes
     start = tl.load(starts + page).to(tl.int32)
@@ -119,7 +119,7 @@ def seal(fmt: HackFormat, layer: int, pool: Pool, page_ids: Tensor, starts: Tens
 def seal_launch(
     fmt: HackFormat, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor
 ) -> Launch:
-    """The launch of `seal`; k and v are contiguous. Without fused multiply-adds, rounding is the reference's."""
+    """The launch of `seal`; k and v are contiguous. It uses no fused multiply-adds and so rounds as the reference."""
     records, layout = pool.planes["k_codes"], page_layout(fmt)
     elements = max(layout.k_tiles.field_rows * layout.partition_pad, layout.v_tiles.field_rows * layout.page_tokens)
     arguments = {

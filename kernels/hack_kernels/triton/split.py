@@ -1,12 +1,12 @@
 """One launch for a ragged batch: how its pages are divided among programs, and how partial results are merged.
 
 Work is counted in units: one for every sealed page, and for a sequence's own page as many as it costs. The units of a
-batch stand in one row, sequence after sequence, and every one of the `parts` programs of a KV head takes an equal
-stretch of it. Lengths are read on the device, so the grid does not depend on them and a CUDA graph replays for any.
+batch form one row, sequence after sequence. Each of the `parts` programs of a KV head takes an equal stretch of the
+row. Lengths are read on the device, so the grid does not depend on them, and a CUDA graph replays for any lengths.
 
-A sequence that lies in several stretches is merged by the program that finishes it last: each writes its share
-(outputs, weight and largest score) to `partials`, then draws a ticket. The program with the last ticket adds up all
-shares, in the order of the stretches, and resets the ticket to 0. Results do not depend on which program that is.
+A sequence may lie in several stretches. Each program then writes its share (outputs, weight and largest score) to
+`partials` and draws a ticket. The program with the last ticket adds up all shares, in the order of the stretches, and
+resets the ticket to 0. Results do not depend on which program that is.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ PROGRAMS_PER_PROCESSOR: Final = 3
 OWN_UNITS = tl.constexpr(8)
 """Cost of a sequence's own page in pages of codes: it has 6.4 times their bytes and other costs once per sequence."""
 LEAST_SHARED: Final = 100 << 10
-"""Bytes of shared memory of a multiprocessor that is not here: what the smallest of `support.py` have."""
+"""Bytes of shared memory assumed for a multiprocessor where there is no GPU: the least that `support.py` admits."""
 SYSTEM_SHARED: Final = 1 << 10
-"""Shared memory that a program takes beside its own."""
+"""Bytes of shared memory that the system takes for each program."""
 LARGE_BATCH: Final = 256
 """Sequences up to which batches share one compiled kernel. Their lengths take two registers of a lane."""
 
 
 def batch_block(batch: int) -> int:
-    """`BATCH` of kernels that look at all sequences at once, a power of two. Triton takes seconds to compile another
-    kernel, so there is one for a sequence alone, whose lengths need no search, and one for all other batches."""
+    """`BATCH` of kernels that look at all sequences at once, a power of two. Triton takes seconds to compile a kernel,
+    so batches up to `LARGE_BATCH` share one, except a single sequence, which needs no search by length."""
     return 1 if batch == 1 else max(LARGE_BATCH, 1 << (batch - 1).bit_length())
 
 
@@ -67,10 +67,10 @@ def sequence_of(unit, ends):
 
 @triton.jit
 def opening_of(part, parts, total):
-    """Where the stretch of a program opens, which is where that of the one before it ends.
+    """Where the stretch of a program opens. The stretch of the program before it ends there.
 
-    If `parts` does not divide `total`, the first stretches are longer by a unit. All of it fits 32 bits: a division of
-    64 would be a call, around which registers are laid out as the callee wants them.
+    If `parts` does not divide `total`, the first stretches are longer by a unit. Arithmetic is in 32 bits: a division
+    in 64 bits would be a call, and the callee would dictate the use of registers around it.
     """
     return part * (total // parts) + tl.minimum(part, total % parts)
 
@@ -182,7 +182,7 @@ class Workspace:
         return max(1, self._programs * per_processor // PROGRAMS_PER_PROCESSOR // groups)
 
     def fitting(self, shared: int) -> int:
-        """Programs that the shared memory of a multiprocessor holds at a time, if each takes so many bytes of it."""
+        """Programs that the shared memory of a multiprocessor holds at a time, if each takes `shared` bytes of it."""
         return max(1, min(PROGRAMS_PER_PROCESSOR, self._shared // (shared + SYSTEM_SHARED)))
 
     def partials(self, groups: int, parts: int, head_dim: int, columns: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Which GPUs the kernels run on, and why not on others. Imports no Triton, so it can be asked anywhere.
+"""The GPUs on which the kernels run, and why others are refused. No Triton is imported, so any process can ask.
 
-To look at a GPU opens a context of CUDA, which does not survive a fork: ask in a process that forks no more.
+Looking at a GPU opens a CUDA context, which does not survive a fork. So ask in a process that will not fork any more.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ NO_TRITON: Final = "Triton is not installed: pip install 'hackkv[gpu]'"
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What a process can reach."""
+    """The GPUs that a process can reach."""
 
     fault: str = ""
-    """Why torch reaches none, if so."""
+    """Why torch reaches no GPU; empty if it reaches some."""
     found: tuple[tuple[str, tuple[int, int]], ...] = ()
     """Name and compute capability of each, in CUDA's order, which `CUDA_VISIBLE_DEVICES` decides."""
     triton: bool = True
     """Whether Triton is installed."""
 
     def missing(self, index: int) -> str | None:
-        """What keeps GPU `index` from running the kernels, in words; None if nothing does."""
+        """The reason why GPU `index` cannot run the kernels, in words; None if it can."""
         if self.fault:
             return f"torch sees no CUDA device: {self.fault}"
         if index >= len(self.found):
@@ -55,7 +55,7 @@ def gpus() -> Gpus:
 
 
 def missing(device: torch.device) -> str | None:
-    """What keeps `device` from running the kernels, in words; None if nothing does."""
+    """The reason why `device` cannot run the kernels, in words; None if it can."""
     if device.type != "cuda":
         return f"device {device} is no CUDA device"
     return gpus().missing(device.index or 0)

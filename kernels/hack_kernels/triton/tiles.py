@@ -18,11 +18,11 @@ BEYOND_HALF = tl.constexpr(65520.0)
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """FP32 to the nearest value of a type, of two the even one. Triton's interpreter would cut BF16 off, and make
-    something of 0."""
+    """FP32 to the nearest value of a type, ties to even. Triton's interpreter would truncate BF16, and make 0 another
+    number."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
-        nearest = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)  # what is no number stays none
+        nearest = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)  # NaN stays NaN
         return (nearest >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(DTYPE)
 
@@ -59,14 +59,14 @@ def masked(tiles, field: tl.constexpr, TILE: tl.constexpr):
     signed: tl.constexpr = mask - 256 if mask > 127 else mask
     if INTERPRETED:
         return tiles & signed
-    # Four codes per instruction, said outright: Triton keeps LLVM from finding that out on sm_80.
+    # Four codes per instruction, in assembly, because Triton keeps LLVM from combining codes itself on sm_80.
     masks = tl.full(tiles.shape, signed, tl.int8)
     return tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [tiles, masks], tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
 def scale_and_minimum(words):
-    """Metadata as they rest, INT32, as two of FP32."""
+    """Metadata as they rest, INT32 -> scale and minimum, FP32 each."""
     scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -112,9 +112,9 @@ def load_codes(
 ):
     """Masked code bytes INT8 [DOWN · FIELDS · 16, 32 · ACROSS pad], worth code · 2^(bits · field).
 
-    They are those of FIELDS fields of DOWN x ACROSS stored tiles. Every field reads the same bytes, 16 a load, and
-    keeps its own bits: rows are then in order, and all reads but the first are of the nearest cache. Rows and columns
-    past the matrix are code 0.
+    The codes are FIELDS fields of DOWN x ACROSS stored tiles. Every field reads the same bytes, 16 a load, and keeps
+    its own bits. So rows are in order, and all reads but the first hit the nearest cache. Rows and columns past the
+    matrix are code 0.
     """
     PAD: tl.constexpr = ACROSS if ACROSS <= 2 else 4
     field = tl.arange(0, FIELDS)[:, None, None, None]
@@ -173,7 +173,7 @@ def bytes_sum(sums, field, COLUMNS: tl.constexpr, TILE):
 
 @triton.jit
 def sums_of(codes, field, TILE):
-    """Σ codes INT32 per row of masked code bytes [R, C]: what a format without stored sums counts at every use."""
+    """Σ codes INT32 per row of masked code bytes [R, C]. Formats without stored sums count them at every use."""
     flipped = tl.where(field == TILE.fields - 1, 128 * codes.shape[1], 0)
     return (tl.sum(codes.to(tl.int32), axis=1) + flipped) >> (TILE.bits * field)
 

@@ -1,9 +1,9 @@
-"""XXH3-64 of bytes where they lie, so that a frame that lands on a GPU is checked there. It is what `xxhash` says.
+"""XXH3-64 of bytes where they lie, equal to `xxhash`, so that a frame that arrives on a GPU is checked there.
 
-XXH3 reads 1024 bytes, a block, as 16 stripes. What a block adds to the 8 accumulators does not depend on what they are,
+XXH3 reads 1024 bytes, a block, as 16 stripes. A block's addition to the 8 accumulators does not depend on their values,
 so all blocks are read at once (`block_sums_kernel`). Between blocks the accumulators are scrambled, one block after
-another (`chain_kernel`: 8 numbers a block). The host folds the last 8. Source: the XXH3 specification of xxHash 0.8;
-inputs of up to 240 bytes have other rules and are for the host.
+another (`chain_kernel`: 8 numbers a block). The host folds the last 8. Source: the XXH3 specification of xxHash 0.8.
+Inputs of up to 240 bytes have other rules and are left to the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from hack_kernels.triton.launch import Launch
 
 LEAST: Final = 241
-"""Bytes of the shortest input of these rules."""
+"""Bytes of the shortest input to which these rules apply."""
 BLOCK_BYTES: Final = 1024
 SECRET: Final = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee035"
@@ -37,21 +37,22 @@ _MASK: Final = 2**64 - 1
 _SCRAMBLE: Final = tl.constexpr(P32_1)
 _WORDS: Final = 24
 _TAIL: Final = tl.constexpr(_WORDS)
-"""Where in `keys` the last stripe's 8 words begin, which lie between those of the others."""
+"""Where in `keys` the last stripe's 8 words begin. In the secret they are not aligned to the other words."""
 _START: Final = tl.constexpr(_WORDS + 8)
 """Where `START` begins."""
 
 
 @triton.jit
 def added(value, swapped, key):
-    """What a word adds to its accumulator, with its neighbour's word."""
+    """The number that a word and its neighbour add to the word's accumulator."""
     mixed = value ^ key
     return (mixed & 0xFFFFFFFF) * (mixed >> 32) + swapped
 
 
 @triton.jit(do_not_specialize=["nbytes"])
 def block_sums_kernel(data, keys, sums, nbytes):
-    """`sums` [blocks, 8]: what each block of `data` [nbytes] adds; the last block has the last 64 bytes once more."""
+    """`sums` [blocks, 8]: each block's addition, for `data` [nbytes]. The last block adds the last 64 bytes once
+    more."""
     block = tl.program_id(0).to(tl.int64)
     stripe, lane = tl.arange(0, 16), tl.arange(0, 8)
     words = data.to(tl.pointer_type(tl.uint64)) + block * 128 + (stripe * 8)[:, None]
@@ -87,9 +88,10 @@ def chain_kernel(sums, keys, out, blocks):
 
 
 def xxh3_launches(data: Tensor, keys: Tensor, out: Tensor) -> tuple[Launch, Launch]:
-    """Write to `out`, int64 [8], the accumulators of `data`, uint8 [at least 241], contiguous, from a multiple of 8 on.
+    """The launches that write to `out`, int64 [8], the accumulators of `data`, uint8 [at least 241], contiguous.
 
-    `keys` is int64 [40]: the words of the secret, those of the last stripe, and `START`.
+    `data` begins at a multiple of 8. `keys` is int64 [40]: the words of the secret, those of the last stripe, and
+    `START`.
     """
     blocks = (data.numel() - 1) // BLOCK_BYTES + 1
     sums = torch.empty((blocks, 8), dtype=torch.int64, device=data.device)
