@@ -64,8 +64,8 @@ def kept(results: Path, pairs: Sequence[Pair]) -> Iterator[Report]:
 
 
 def read(pairs: Sequence[Pair], jobs: int) -> Iterator[tuple[list[Pair], list[Report] | str]]:
-    """Compile and read kernels in `jobs` processes, because Triton's compiler is for one thread. Yields reports, or the
-    reason of a failure, in the order of completion: architectures of one generation at a time."""
+    """Compile and read kernels in `jobs` processes, because Triton's compiler is for one thread. Yields, in the order
+    of completion, the pairs of one kernel and generation, and their reports or the reason of a failure."""
     tasks = [list(task) for _, task in itertools.groupby(pairs, lambda pair: (pair[0], generation(pair[1])))]
     with ProcessPoolExecutor(jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
         futures = {pool.submit(_read_task, task): task for task in tasks}
@@ -136,7 +136,7 @@ def main() -> int:
 def _read_and_print(
     pairs: Sequence[Pair], reports: list[Report], results: TextIO, options: argparse.Namespace
 ) -> list[str]:
-    """Add the missing ones to `reports`. Returns the failures with their reasons; stops early at an interrupt."""
+    """Append missing reports to `reports`. Returns the failures with their reasons; stops early at an interrupt."""
     have = {(report.name, report.arch) for report in reports}
     left = [pair for pair in pairs if pair not in have]
     failures, done, begin = [], 0, time.monotonic()
