@@ -44,7 +44,7 @@ SIZES: Final = (16384, 4096, 4096)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is asked for, write the page; returns the exit code."""
+    """Run the measurement that is asked for, then write the page; returns the exit code."""
     parser = argparse.ArgumentParser(
         "python -m bench.codecs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,7 +114,7 @@ MEASURE: Final[dict[str, Callable[[argparse.Namespace, Console], None]]] = {
 
 
 def write(accuracy: Path, out: Path) -> None:
-    """Every section, both pictures and the page of stages, from what is recorded."""
+    """Write every section, both pictures and the page of stages from the records."""
     kernels, jct = (read_section(out, name, PAGE) for name in ("kernels", "jct"))
     cells: dict[str, Record] = jct["cells"] if jct else {}
     facts = gather(accuracy, by_key(cells))
