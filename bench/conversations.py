@@ -1,4 +1,4 @@
-"""What it is worth that KV stays where it is: `python -m bench.conversations`.
+"""The value of keeping KV where it is: `python -m bench.conversations`.
 
 Three clusters of two prefill and two decode nodes serve the same conversations. The first keeps nothing. The prefill
 nodes of the second keep pages. In the third, decode nodes keep pages too, and the router knows of them. Each turn goes

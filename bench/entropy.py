@@ -1,4 +1,4 @@
-"""What entropy coding leaves of CacheGen's codes, beside what it could leave: `python -m bench.entropy smollm2`.
+"""The size of CacheGen's codes after entropy coding, and the least it could be: `python -m bench.entropy smollm2`.
 
 The model reads text on which none of its losses is measured, and its rows become codes as in codec `cachegen`. Bits are
 per value; scales, which every form sends alike, are not counted. Three kinds of codes are compared:

@@ -1,4 +1,4 @@
-"""What it is worth that a prefill node can fetch a conversation from its decode node: `python -m bench.exchanges`.
+"""The value of letting a prefill node fetch a conversation from its decode node: `python -m bench.exchanges`.
 
 Three clusters of one prefill and one decode node serve the same conversations. In two of them the prefill node is
 killed before every later turn, and another one with no pages takes its place. In one of these clusters it computes

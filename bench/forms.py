@@ -1,4 +1,4 @@
-"""What 8-bit Q and P cost in accuracy, in both forms of the arithmetic: `python -m bench.forms`.
+"""The cost of 8-bit Q and P in accuracy, in both forms of the arithmetic: `python -m bench.forms`.
 
 Homomorphic decode is compared with FP64 attention on the same dequantized pages, so that only the rounding of Q and P
 shows. The table also has the error of the 2-bit pages themselves. Backend `reference`; random rows, a few seconds.

@@ -35,7 +35,7 @@ Result = dict[str, Any]
 
 
 class Cell(BaseModel):
-    """What is served, over which link, and under which load."""
+    """One measurement: a prompt length, a link, a codec and a load."""
 
     model_config = ConfigDict(frozen=True)
 
