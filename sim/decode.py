@@ -46,7 +46,7 @@ class StepRun:
 
 @dataclass(slots=True)
 class DecodeTally:
-    """What a replica did."""
+    """The work that a replica did."""
 
     tokens: int = 0
     steps: int = 0

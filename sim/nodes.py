@@ -82,7 +82,7 @@ async def _pass_on(shutdown: Shutdown, ends: Sequence[Shutdown]) -> None:
 
 
 def _prepared(config: FleetConfig, spec: Spec, pool: ReplicaPool, folder: Path) -> tuple[Loaded, dict[str, Any]]:
-    """What the nodes of a pool share. They have as many pages as a replica; pages of a thin model take less memory."""
+    """Settings that the nodes of a pool share. They have as many pages as a replica; thin pages take less memory."""
     worker = weightless_worker(spec, pool, folder)
     codec = CodecConfig(name=spec.codec.name, settings=spec.codec.settings, allow_loss=True)
     loaded = Loaded(ModelConfig(threads=1), codec, worker)

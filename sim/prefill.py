@@ -131,7 +131,7 @@ class KvDispatch:
 
 @dataclass(slots=True)
 class PrefillTally:
-    """What a replica did."""
+    """The work that a replica did."""
 
     tokens: int = 0
     passes: int = 0

@@ -1,4 +1,4 @@
-"""What every kernel costs, as a table, without a GPU: `python -m lab.gpu.inspect`.
+"""The cost of every kernel, as a table, without a GPU: `python -m lab.gpu.inspect`.
 
 Compiles kernels for every architecture with Triton's own assembler and prints registers, spills, matrix instructions,
 loads, and the instructions that a warp issues in the main loop. `machine_code.py` reads the machine code, `examples.py`

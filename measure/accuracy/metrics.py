@@ -1,4 +1,4 @@
-"""From an answer to a number. Text metrics are those of the field: rapidfuzz and Google's rouge-score."""
+"""Scores of answers. Text metrics are those of the field: rapidfuzz and Google's rouge-score."""
 
 from __future__ import annotations
 
