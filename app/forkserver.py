@@ -16,7 +16,8 @@ Requests and answers are JSON, one a packet of the socket FD:
     {"load": {"model": {...}, "codec": {...}}}  ->  {} or {"failed": ..., "setting": true or false}
 
 A forked role reads its arguments, a JSON list, from the first line of its standard input. Its parent is not this
-process but the nearest subreaper above, which started this process. That one waits for the role, even if we are gone.
+process but the nearest subreaper above, which started this process. The subreaper waits for the role, even if this
+process is gone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m bench.evictions smollm2`: what an eviction costs while a prompt is computed, and what it saves afterwards.
+"""`python -m bench.evictions smollm2`: the cost of an eviction while a prompt is computed, and its savings afterwards.
 
 One prompt of random tokens goes through the model's own passes, in chunks, into a codec's real pages. Then tokens are
 decoded on the rows that stayed. Codecs take turns. The table has seconds of the prompt, the time to choose and seal the

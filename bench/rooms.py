@@ -1,4 +1,4 @@
-"""The share of their room that pages of `kvcomp` take: `python -m bench.rooms smollm2`.
+"""How much of their room the pages of `kvcomp` take: `python -m bench.rooms smollm2`.
 
 The model reads text on which none of its losses is measured. Its rows are sealed in pages of each unit, by the format's
 definition. Bits are those of a code in the slices of a page. A page that needs more than its room has a larger step

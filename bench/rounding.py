@@ -1,4 +1,4 @@
-"""`python -m bench.rounding smollm2 [--out docs]`: what it costs that rows which meet packed weights are rounded.
+"""`python -m bench.rounding smollm2 [--out docs]`: the cost of rounding the rows that packed weights multiply.
 
 The same weights multiply rows in five ways: in FP32 throughout, which is exact; in BF16, with rows as they come and
 weights unpacked for the library; by our kernels, which round blocks to two bytes or to one; with all blocks rounded to

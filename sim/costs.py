@@ -41,7 +41,7 @@ class StepCost(Protocol):
     to every sequence."""
 
     def seconds(self, context: int, steps: int) -> float:
-        """Duration of so many steps."""
+        """Duration of `steps` steps, in seconds."""
         ...
 
     def attend_s(self, context: int, steps: int) -> tuple[float, float]:

@@ -72,7 +72,7 @@ class Router:
         ride.job.times.enter(Stage.STREAM, self._world.now)
         self._work(self._network.call_s, self._dispatch, ride)
 
-    # The usual course -------------------------------------------------------------------------------------------
+    # The usual course --------------------------------------------------------------------------------------------
 
     def _dispatch(self, ride: Ride) -> None:
         job = ride.job
@@ -164,7 +164,7 @@ class Router:
         self.rooms.release(ride)
         ride.shipment, ride.prefill = None, None
 
-    # Losses of nodes --------------------------------------------------------------------------------------------
+    # Losses of nodes ---------------------------------------------------------------------------------------------
 
     def decode_down(self, index: int) -> None:
         """A decode replica dies. Its requests go on elsewhere, with their KV if their prefill replica kept it."""

@@ -1,9 +1,9 @@
-"""docs/codecs.md by one command: joins what was measured of every codec, and says what was not, and what measures it.
+"""docs/codecs.md by one command: joins the measurements of every codec, and names missing ones with their commands.
 
-    python -m bench.codecs                  write the sections of the page from what is recorded
+    python -m bench.codecs                  write the sections of the page from the records
     python -m bench.codecs kernels          measure the kernels first; contenders take turns
     sudo .venv/bin/python -m bench.codecs jct [--rows hack,fp8] [--links 1gbit] [--prompts 4k]
-                                            measure job completion times first; go on where an earlier run ended
+                                            measure job completion times first; continue an earlier run
 
 Loss is that of `hackkv eval --model smollm2 --out docs/accuracy`. Times are recorded in codecs.json beside the page.
 `jct` needs root, for network namespaces and tc (Debian: iproute2, util-linux). It asks for a quiet machine.

@@ -52,7 +52,7 @@ WHEELS = (
 )
 """Packages for `pip install` that the engine's rows need, without the dependencies of these packages."""
 REHEARSED_TOKENS = 1024
-"""So many tokens that Triton compiles the same kernel as for the timed lengths: a table row has 16 pages."""
+"""Long enough that Triton compiles the same kernel as for the timed lengths: a table row has 16 pages."""
 DECODES = (
     *((2**17, 1), (2**15, 8)),
     *((2**17, 8), (2**15, 1), (2**14, 1), (2**12, 1), (2**14, 8), (2**12, 8)),

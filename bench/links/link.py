@@ -24,7 +24,7 @@ _EARLY_S: Final = 0.0005
 """Size of the token bucket as a time: how early the link may deliver. With smaller ones, fast links miss their rate."""
 _PROBE_S: Final = 0.3
 _PROBE_BYTES: Final = 256 << 20
-"""A measurement sends as much as the link carries in `_PROBE_S`, but at most this. The free link gets all of it."""
+"""A measurement sends as much as the link carries in `_PROBE_S`, at most this. Over the free link it sends all this."""
 _PIECE: Final = 1 << 20
 
 

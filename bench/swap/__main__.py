@@ -1,4 +1,4 @@
-"""A decode node with a tenth of the memory that its load wants, and one with all of it: `python -m bench.swap`.
+"""A decode node with a tenth of the memory that its load needs, and one with all of it: `python -m bench.swap`.
 
 Three clusters of real processes serve the same requests, one after the other: with ample memory, with a tenth of it,
 and with ample memory again, which shows whether the machine has slowed down. Each has three times as many clients as a

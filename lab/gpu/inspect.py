@@ -79,7 +79,7 @@ def read(pairs: Sequence[Pair], jobs: int) -> Iterator[tuple[list[Pair], list[Re
 def _read_task(task: list[Pair]) -> list[Report] | str:
     try:
         return inspect(NAMED[task[0][0]], [arch for _, arch in task])
-    except Exception as error:  # noqa: BLE001 - Triton raises what it likes; the others are still worth reading
+    except Exception as error:  # noqa: BLE001 - Triton raises any type; the other kernels are still worth reading
         return f"{type(error).__name__}: {error}"
 
 

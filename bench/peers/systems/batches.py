@@ -1,4 +1,4 @@
-"""Greedy answers through the C interface of llama.cpp and ik_llama.cpp: prompts in turn, then steps of all of them."""
+"""Greedy answers through the C interface of llama.cpp and ik_llama.cpp: prompts in turn, then steps of all answers."""
 
 from __future__ import annotations
 
