@@ -2,7 +2,8 @@
 
 A `Tape` keeps every call of a live scheduler with its answer: which sequences came, landed and left, which step was
 planned, and when. `replay_decode` and `replay_prefill` make the same calls on a scheduler as the simulator builds it
-(its page books count), and list every answer that differs. The tape of a prefill node also keeps host memory's answers.
+(its page books count), and report the first answer that differs. The tape of a prefill node also keeps the answers
+of host memory.
 """
 
 from __future__ import annotations
