@@ -1,11 +1,11 @@
-"""The question before a cluster starts: can it serve this model with this codec? A role of the fork server (`ROLES`).
+"""The check before a cluster starts: can it serve this model with this codec? A role of the fork server (`ROLES`).
 
-The process writes what it finds to standard output, a JSON object a line:
+The process writes its findings to standard output, one JSON object a line:
 
     {"found": {"folder": ..., "name": ..., "devices": [...]}}
-                                                where the checkpoint lies, what to call it, and the devices of nodes
-    {"say": ...}                                for the operator
-    {"passed": {...} or null}                   the end: what the codec costs (`CodecLoss`), null if nothing
+                                                folder of the checkpoint, name of the model, devices of nodes
+    {"say": ...}                                a line for the operator
+    {"passed": {...} or null}                   the end: the codec's loss (`CodecLoss`), null if it loses nothing
     {"failed": ..., "setting": true or false}   the end: why not, and whether a setting or file is to blame
 
 It computes on all cores and may open a context of CUDA, so it must not be the fork server itself.
@@ -29,14 +29,14 @@ from hackkv.model.worker import check_worker, model_folder
 
 
 class CheckConfig(Frozen):
-    """What is to be served."""
+    """The model and the codec to be served."""
 
     model: ModelConfig = ModelConfig()
     codec: CodecConfig = CodecConfig()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check what the configuration file `argv[0]` says; return the exit code."""
+    """Check the model and codec of the configuration file `argv[0]`; return the exit code."""
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         config = load(CheckConfig, Path(argv[0]))
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _end_with_stdin() -> None:
-    """However the cluster ends, so does its standard input."""
+    """End this process when its standard input ends, which happens however the cluster ends."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(0)

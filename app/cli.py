@@ -1,4 +1,4 @@
-"""The command `hackkv`. Signals are heard from here on; everything that takes time is imported after that."""
+"""The command `hackkv`. Signals are handled from here on; everything that takes time is imported after that."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 All of them are forked from one process (`app.forkserver`), so that they start fast and share memory. The standard input
 of every child is the reading end of a pipe from this process. A child stops when its input ends, so none outlives the
-cluster, not even when this process is killed. A node that dies is started again (`watch`); meanwhile requests wait for
-it or go on elsewhere. A fork server that dies harms nobody: the next start has another one.
+cluster, not even when this process is killed. A node that dies is started again (`watch`). Meanwhile requests wait for
+it or go on elsewhere. If the fork server dies, no node is affected, and the next start makes another one.
 
-This module imports neither torch nor pydantic: what it starts is slow enough.
+This module imports neither torch nor pydantic: the processes that it starts are slow enough.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from transport.closing import reap
 STOP_S = 3.0
 """Time that children get to stop by themselves before they are killed."""
 ROUTER_GRACE_S = 1.0
-"""The nodes stop at the same moment as the router, so requests in flight have nothing to wait for."""
+"""The router's share of `STOP_S`. Nodes stop at the same moment, so requests in flight have nothing to wait for."""
 POLL_S = 0.02
 START_S = 120.0
-"""Time that a process gets until it is ready, and the check of a model from one word to the next."""
+"""Time until a process must be ready, and the longest silence of the check of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """What to start. `worker` holds settings that prefill and decode nodes share (model, codec, kv_bytes, ...).
+    """The processes to start. `worker` holds the settings that all nodes share (model, codec, kv_bytes, ...).
 
-    `router` needs no `model`: it gets the nodes' one.
+    `router` needs no `model`: it gets the model of the nodes.
     """
 
     router: dict[str, Any]
@@ -55,18 +55,18 @@ class ClusterPlan:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What is served, after the question whether it can be (`app.check`)."""
+    """The model that is served, after its check (`app.check`)."""
 
     folder: str
     name: str
-    """What to call it."""
+    """The name of the model."""
     loss: dict[str, Any] | None
     """A `CodecLoss`; None for a lossless codec."""
     devices: tuple[str, ...] = ()
     """The devices on which nodes compute; they take turns."""
 
     def placed(self, node: int, nodes: int) -> tuple[str, int]:
-        """The device of node number `node` of `nodes`, and how many of them are on it."""
+        """The device of node number `node` of `nodes`, and how many of these nodes share it."""
         index = node % len(self.devices)
         return self.devices[index], len(range(index, nodes, len(self.devices)))
 
@@ -90,7 +90,7 @@ class LocalCluster:
         self._folder = folder
         self._progress = progress
         self.token_file = folder / "token"
-        """Holds the token that the internal ports ask callers for."""
+        """Holds the token that callers of internal ports must show."""
         self.token_file.touch(mode=0o600)
         self.token_file.write_text(secrets.token_hex(32), encoding="ascii")
         self.children: list[NodeProcess] = []
@@ -108,7 +108,7 @@ class LocalCluster:
     async def start(self, timeout_s: float, begun: UnattachedServer | None = None) -> None:
         """Start everything and wait until the router counts every node. Raises `ConfigError` or `NodeLost`.
 
-        No port is open before it is known that nodes can serve the model.
+        No node opens a port before the model has passed its check.
         """
         deadline = monotonic() + timeout_s
         plan = self._plan
@@ -116,7 +116,7 @@ class LocalCluster:
         router = await self._fork("router", "router")
         if plan.num_prefill + plan.num_decode:
             self.model = await self._check(timeout_s)
-            deadline = monotonic() + timeout_s  # that takes as long as the model and the codecs need
+            deadline = monotonic() + timeout_s  # the check took as long as the model and the codecs need
         given = {"model": self.model.folder, "shutdown_grace_s": ROUTER_GRACE_S, **plan.router}
         given["served_model_name"] = given.get("served_model_name") or self.model.name
         await self._order(router, given, deadline)
@@ -162,7 +162,7 @@ class LocalCluster:
                 self._progress(str(error))
 
     async def stop(self) -> None:
-        """Stop every process: first by closing its standard input, after `STOP_S` by force."""
+        """Stop every process: first by closing its standard input, then, after `STOP_S`, by force."""
         for child in reversed(self.children):  # nodes first: they need not miss the router
             child.process.close_stdin()
         if self._server is not None:
@@ -175,14 +175,14 @@ class LocalCluster:
             await child.process.end()
 
     def _place(self, node: int) -> dict[str, Any]:
-        """A node's section `model`, and who shares its device. It need not look for files and devices again."""
+        """A node's section `model`, and the number of nodes on its device. The node need not search for either."""
         device, nodes = self.model.placed(node, self._plan.num_prefill + self._plan.num_decode)
         model = {**self._plan.worker.get("model", {}), "path": self.model.folder, "device": device}
         return {"model": model, "nodes_on_device": nodes}
 
     async def _check(self, patience_s: float) -> Checked:
-        """Find and check what is to be served, while the fork server loads it. Raises `ConfigError` or `NodeLost`, and
-        that also if nothing is heard of the check for so long: it says which codec it has come to."""
+        """Find and check the model, while the fork server loads it. Raises `ConfigError` or `NodeLost`. A silence of
+        `patience_s` also raises `NodeLost`: the check reports each codec to which it comes."""
         server = await self._forks()
         process = await server.fork("check", "check")
         try:
@@ -206,7 +206,7 @@ class LocalCluster:
         return replace(self.model, loss=passed)
 
     async def _heard(self, process: Forked, on_word: Callable[[], None], wanted: str) -> dict[str, Any]:
-        """The next message of `app.check` with `wanted`; each one calls `on_word`. Raises the error that it reports."""
+        """The next message of `app.check` with key `wanted`; each message calls `on_word`. Raises a reported error."""
         while line := await process.stdout.readline():
             on_word()
             message: dict[str, Any] = json.loads(line)
@@ -218,7 +218,7 @@ class LocalCluster:
         raise NodeLost(f"the check of the model ended with exit code {await process.wait()}; its message is above")
 
     async def _forks(self) -> ForkServerClient:
-        """The fork server; another one, with the model loaded, if it has died."""
+        """The fork server; if it has died, a new one with the model loaded."""
         async with self._renewing:
             if self._server is None or not self._server.alive:
                 self._server = await ForkServerClient.start()
@@ -227,7 +227,7 @@ class LocalCluster:
             return self._server
 
     async def _load(self, server: ForkServerClient) -> None:
-        """Let the fork server load what its forks share."""
+        """Let the fork server load the model that its forks share."""
         await server.load(self._place(0)["model"], self._plan.worker.get("codec", {}))
 
     async def _fork(self, role: str, name: str) -> NodeProcess:
@@ -300,7 +300,7 @@ def _counted(url: str, timeout_s: float) -> dict[str, int]:
 async def running(
     plan: ClusterPlan, progress: Callable[[str], None], begun: UnattachedServer | None = None
 ) -> AsyncIterator[LocalCluster]:
-    """Start a cluster, on the fork server `begun` if there is one; stop every process at the end, whatever happened."""
+    """Start a cluster, on the fork server `begun` if there is one. At the end stop every process, whatever happened."""
     with TemporaryDirectory(prefix="hackkv-") as folder, adopting():
         cluster = LocalCluster(plan, Path(folder), progress)
         try:

@@ -1,4 +1,4 @@
-"""What can be typed behind `hackkv`. What a command does is imported when it runs, so that help is at hand at once."""
+"""The subcommands of `hackkv`. The code of a command is imported when it runs, so that help appears at once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ RouterWorkers = Annotated[int, typer.Option(min=1, help="Processes that serve th
 Name = Annotated[str, typer.Option("--served-model-name", help="Name that clients use; default: the folder's name.")]
 
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""For a command whose arguments, `--help` among them, another program parses."""
+"""For a command whose arguments, `--help` included, another program parses."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,12 +74,12 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Options before a command."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `hackkv serve` is told."""
+    """The arguments and options of `hackkv serve`."""
 
     model: Model = ""
     prefill: Prefill = 2

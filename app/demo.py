@@ -164,7 +164,7 @@ def _mean_ms(seconds: Sequence[float]) -> str:
 
 
 def _print_bytes(console: Console, groups: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """What the handoffs weighed, by plane, against the same rows in FP16."""
+    """Print the bytes of the handoffs, by plane, against the same rows in FP16."""
     table = Table("plane", title="KV moved from prefill to decode, bytes", title_justify="left")
     table.caption = "open_k, open_v: rows that travel in FP16, of a page that is not full and of pages that stay exact"
     table.caption_justify = "left"

@@ -1,4 +1,4 @@
-"""How a cluster starts and ends its processes: the near end of `app.forkserver`."""
+"""Starts and ends the processes of a cluster: the client side of `app.forkserver`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from hackkv.errors import ConfigError, HackkvError, NodeLost
 from node.children import Child, keep_only, may_fork
 
 MAX_ANSWER: Final = 1 << 16
-"""Bytes of an answer."""
+"""The most bytes of an answer."""
 _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
-"""Of Linux's prctl."""
+"""Options of Linux's prctl."""
 
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Meanwhile children of children that end become this process's own (Linux: child subreaper)."""
+    """While the context is open, orphaned grandchildren become children of this process (Linux: child subreaper)."""
     libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
     libc.prctl(_GET_CHILD_SUBREAPER, ctypes.byref(before))
     if libc.prctl(_SET_CHILD_SUBREAPER, ctypes.c_ulong(1)):
@@ -43,28 +43,28 @@ def adopting() -> Iterator[None]:
 
 
 class Forked(Child):
-    """A forked role: a child of this process, though another one forked it."""
+    """A forked role: a child of this process, although the fork server forked it."""
 
     def __init__(self, pid: int, stdin: int, stdout: asyncio.StreamReader, pipe: asyncio.ReadTransport) -> None:
-        """`stdin` is the writing end of its standard input, `pipe` the reading end of its standard output."""
+        """`stdin` is the writing end of the child's standard input, `pipe` the reading end of its standard output."""
         super().__init__(pid, self.close_stdin)
         self.stdout, self._pipe = stdout, pipe
         self._stdin: int | None = stdin
 
     def order(self, arguments: Sequence[str]) -> None:
-        """Give it its arguments, for which it waits."""
+        """Send the child the arguments for which it waits."""
         if self._stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # its end is heard of elsewhere
+            with contextlib.suppress(BrokenPipeError):  # `wait` reports the end of the child
                 os.write(self._stdin, json.dumps(list(arguments)).encode() + b"\n")
 
     def close_stdin(self) -> None:
-        """Let it end."""
+        """Close the child's standard input, at which it ends."""
         if self._stdin is not None:
             os.close(self._stdin)
             self._stdin = None
 
     async def end(self) -> None:
-        """SIGKILL, if it still runs; what it has written and nobody has read is lost."""
+        """Send SIGKILL if the child still runs. Output that nobody has read is lost."""
         self.kill()
         await self.wait()
         self._pipe.close()
@@ -72,25 +72,26 @@ class Forked(Child):
 
 @dataclass(frozen=True, slots=True)
 class UnattachedServer:
-    """A fork server that no event loop knows yet. It ends when `channel` is closed."""
+    """A fork server without an event loop yet. It ends when `channel` is closed."""
 
     pid: int
     channel: socket.socket
 
 
 def fork_server() -> UnattachedServer | None:
-    """Fork this process into a fork server: it begins at once, and shares what is imported here.
+    """Fork this process into a fork server. It begins at once, and shares the modules that are imported here.
 
-    For a command that has only read its command line: no event loop, and no library that reads `ENVIRONMENT` when it is
-    loaded. None if there are threads, as under a debugger: then it takes a new Python (`ForkServerClient.start`).
+    The caller must have read no more than its command line: no event loop, and no library that reads `ENVIRONMENT` when
+    it is loaded. Returns None if there are threads, as under a debugger. Then the fork server must be a new Python
+    (`ForkServerClient.start`).
     """
     if not may_fork():
         return None
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # else both would write what waits
+        stream.flush()  # else both processes would write buffered output
     gc.collect()
-    gc.freeze()  # a collection would write to what is shared
+    gc.freeze()  # a collection would write to shared pages
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     pid = os.fork()
     if not pid:
@@ -102,7 +103,7 @@ def fork_server() -> UnattachedServer | None:
 
 
 def _become_fork_server(channel: socket.socket) -> NoReturn:
-    """Nothing of the command's own end may run: `os._exit`."""
+    """Be the fork server to its end. `os._exit` skips the exit handlers of the command."""
     code = 1
     try:
         os.setsid()  # Ctrl-C reaches the command alone
@@ -125,7 +126,7 @@ def _become_fork_server(channel: socket.socket) -> NoReturn:
 
 
 class ForkServerClient:
-    """A fork server and the socket that leads to it. `of` and `start` make one; `close` ends it."""
+    """A fork server and the socket to it. `of` and `start` make one; `close` ends it."""
 
     def __init__(self, process: Process | Child, channel: socket.socket) -> None:
         self._process, self._channel = process, channel
@@ -133,17 +134,17 @@ class ForkServerClient:
 
     @classmethod
     def of(cls, begun: UnattachedServer) -> ForkServerClient:
-        """One that runs."""
+        """The client of a fork server that runs."""
         return cls(Child(begun.pid), begun.channel)
 
     @classmethod
     async def start(cls) -> ForkServerClient:
-        """Start one that shares nothing with this process, whatever that is, in a session of its own: Ctrl-C reaches
-        this process alone, which ends the others."""
+        """Start a fork server that shares nothing with this process. It has a session of its own, so Ctrl-C reaches
+        only this process, which ends the others."""
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
             near.setblocking(False)
-            # -P: whatever lies in the current directory.
+            # -P keeps modules of the current directory out.
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "app.forkserver", str(far.fileno())),
                 stdin=DEVNULL,
@@ -156,16 +157,16 @@ class ForkServerClient:
 
     @property
     def pid(self) -> int:
-        """The fork server's."""
+        """Process id of the fork server."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the fork server runs."""
         return self._process.returncode is None
 
     async def fork(self, role: str, name: str, loss: dict[str, Any] | None = None) -> Forked:
-        """Start a role, which waits for its arguments. `loss` is what the codec costs, for nodes."""
+        """Start a role, which waits for its arguments. `loss` is a `CodecLoss` as a dictionary, for nodes."""
         theirs_in, stdin = os.pipe()
         stdout, theirs_out = os.pipe()
         try:
@@ -186,7 +187,7 @@ class ForkServerClient:
             raise failure(answer)
 
     async def close(self) -> None:
-        """End it, whatever it does. It holds nothing that would have to be put in order."""
+        """End the fork server, whatever it does. It holds nothing that has to be saved."""
         self._channel.close()
         if self.alive:
             self._process.kill()

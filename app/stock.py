@@ -1,6 +1,7 @@
-"""What the fork server holds for the processes that compute: torch, the code of their roles and one loaded model.
+"""State that the fork server holds for computing processes: torch, the code of their roles and one loaded model.
 
-Importing this module takes seconds, and a router needs none of it: the fork server imports it after the router's fork.
+Importing this module takes seconds, and a router needs none of it. So the fork server imports it after it has forked
+the router.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ NODES = {"prefill": prefill_node.__main__.main, "decode": decode_node.__main__.m
 
 
 class Stock:
-    """One per fork server. Nothing here runs on more than one thread before `run`."""
+    """One exists per fork server. Nothing here runs on more than one thread before `run`."""
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
-        """How many threads a process takes whose settings say nothing."""
+        """Number of threads of a process whose settings name none."""
         torch.set_num_threads(1)
         self._loaded: Loaded | None = None
 
     def load(self, settings: dict[str, Any]) -> None:
-        """Load the model that nodes will find. Raises what `load_worker` raises.
+        """Load the model that nodes will share. Raises the errors of `load_worker`.
 
-        Not on a GPU: CUDA does not survive a fork, so each node loads its own.
+        A model on a GPU is not loaded: CUDA does not survive a fork, so each node loads its own.
         """
         model, codec = ModelConfig(**settings["model"]), CodecConfig(**settings["codec"])
         if model.device != "cpu":

@@ -1,7 +1,8 @@
 """`python -m bench.alone MODEL CODEC DTYPE WEIGHTS`: one process that answers requests, for `bench.memory` to measure.
 
-It loads the model, answers the requests of `bench.memory` and prints a line. When it is given one, it gives memory back
-as the processes of a cluster do, answers a request, and prints another. It ends when its standard input does.
+It loads the model, answers the requests of `bench.memory` and prints a line. After it has read a line, it gives memory
+back as the processes of a cluster do, answers one more request, and prints another line. It ends when its standard
+input does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hackkv.types import Request, Sampling
 
 
 def main(path: str, codec: str, dtype: str, weights: str) -> None:
-    """Load, answer, and stay."""
+    """Load the model, answer the requests, and stay until standard input ends."""
     model = ModelConfig(path=path, dtype=dtype, weights=weights, threads=1)
     worker = load_worker(model, CodecConfig(name=codec))
     for seed in range(REQUESTS):

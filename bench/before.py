@@ -1,9 +1,9 @@
 """Another commit of this repository beside this one: `python -m bench.before TREE [--rounds 5] [--out docs]`.
 
 TREE is a folder with the other commit, set up by its own Makefile. `bench.step`, `bench.kernels` and `bench.peers
-codecs` of both run in turns on the same machine, each in its own tree, and every row that both report is compared. The
-ratio of a row is the median over rounds of its time here by its time there; beside it stands how far the rounds lie
-apart.
+codecs` of both commits run in turns on the same machine, each in its own tree. Every row that both report is compared.
+The ratio of a row is the median over rounds of its time here by its time there. The smallest and largest ratio stand
+beside it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hackkv.codecs import CODECS
 from measure.accuracy.machine import this_machine
 
 ALLOWED: Final = 1.03
-"""A row is slower if its ratio is above."""
+"""A row counts as slower if its ratio is above this."""
 RUN_S: Final = 900.0
 HERE: Final = Path(__file__).resolve().parents[1]
 
 Times = dict[str, float]
-"""Milliseconds by row."""
+"""Row -> milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A command, the section of performance.json that it writes, and what times stand there."""
+    """A command, the section of performance.json that it writes, and a function that reads times from it."""
 
     name: str
     command: tuple[str, ...]
@@ -46,12 +46,12 @@ class Bench:
 
 
 def step_times(section: Any) -> Times:
-    """A decode step of eight sequences of the shipped model, the time between two steps included."""
+    """Milliseconds of a decode step of eight sequences of the shipped model, including the time between two steps."""
     return {f"step, {row['sampling']}": row["step_ms"] for row in section}
 
 
 def kernel_times(section: Any) -> Times:
-    """Of our own kernels, not of their rivals."""
+    """Milliseconds of our own kernels, without rivals."""
     return {
         f"{row['what']}, {row['shape']}, {codec}": ms
         for row in section["rows"]
@@ -61,7 +61,7 @@ def kernel_times(section: Any) -> Times:
 
 
 def codec_times(section: Any) -> Times:
-    """Median JCT of a request, and of its two longest stages."""
+    """Median JCT of a request, and median times of its two longest stages, in milliseconds."""
     found: Times = {}
     for size, codecs in section["results"].items():
         for codec, jobs in codecs.items():
@@ -92,11 +92,11 @@ class Compared:
     before_ms: float
     now_ms: float
     ratios: tuple[float, ...]
-    """Of each round."""
+    """The ratio of each round."""
 
     @property
     def ratio(self) -> float:
-        """Now by before."""
+        """Median over rounds of the time here by the time there."""
         return median(self.ratios)
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class Compared:
 
 
 def compared(rounds: list[tuple[Times, Times]]) -> Iterator[Compared]:
-    """Rows of all rounds, (before, now) each, in the order of the first."""
+    """Rows that all rounds have, in the order of the first round; a round is (before, now)."""
     common = [row for row in rounds[0][0] if all(row in before and row in now for before, now in rounds)]
     for row in common:
         yield Compared(
@@ -117,7 +117,7 @@ def compared(rounds: list[tuple[Times, Times]]) -> Iterator[Compared]:
 
 
 def run(tree: Path, bench: Bench) -> Times:
-    """One run of `bench` of the commit in `tree`. Raises `SystemExit` with what it printed if it fails."""
+    """Times of one run of `bench` in `tree`. Raises `SystemExit` with the output of a run that fails."""
     with TemporaryDirectory() as folder:
         Path(folder, "performance.md").write_text("# Performance\n")
         done = subprocess.run(
@@ -136,14 +136,14 @@ def run(tree: Path, bench: Bench) -> Times:
 
 
 def commit_of(tree: Path) -> str:
-    """Its short hash."""
+    """Short hash of the commit in `tree`."""
     return subprocess.run(
         ["git", "-C", tree, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, timeout=60
     ).stdout.strip()
 
 
 def main() -> None:
-    """Print the rows; exit 1 if one is slower. With `--out`, write the section of performance.md."""
+    """Print the rows; exit with 1 if one is slower. With `--out`, write the section of performance.md."""
     parser = argparse.ArgumentParser("python -m bench.before", description=__doc__)
     parser.add_argument("tree", type=Path, help="folder of the other commit, with its .venv")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,9 +1,9 @@
 """Tokens a second beside busy loops: `python -m bench.busy [MODEL] [--threads N] [--out docs]`.
 
 A cluster of one prefill and one decode node answers a few requests at a time, again and again, while none, one or two
-processes do nothing but count. A machine of c cores that shares them fairly leaves c / (c + k) of itself beside k
-loops, and more to a cluster that did not need all of it. A cluster whose threads wait by spinning loses more than that:
-they take processor time from those that compute. Numbers of loops take turns in one run; the median counts.
+processes do nothing but count. A machine of c cores that shares them fairly leaves the cluster c / (c + k) of itself
+beside k loops, and more if the cluster did not need all of it. A cluster whose waiting threads spin loses more, because
+they take processor time from threads that compute. Numbers of loops take turns in one run; the median counts.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ async def measure(model: str, threads: int) -> dict[int, list[float]]:
 
 
 async def _answered(client: httpx.AsyncClient, salt: str) -> float:
-    """Tokens a second of `CLIENTS` requests at once, prompts included. A salt of its own keeps a round from reusing
-    pages of another."""
+    """Tokens a second of `CLIENTS` requests at once, prompts included. A round's own salt keeps it from reusing pages
+    of another round."""
     began = monotonic()
     await asyncio.gather(*(_ask(client, f"{salt}-{nth}") for nth in range(CLIENTS)))
     return CLIENTS * TOKENS / (monotonic() - began)
@@ -95,7 +95,7 @@ async def _ask(client: httpx.AsyncClient, salt: str) -> None:
 
 @contextmanager
 def busy(loops: int) -> Iterator[list[SpawnProcess]]:
-    """Meanwhile as many processes do nothing but count."""
+    """While the context is open, `loops` processes do nothing but count."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_count, daemon=True) for _ in range(loops)]
     for process in processes:
@@ -109,8 +109,8 @@ def busy(loops: int) -> Iterator[list[SpawnProcess]]:
 
 
 def _count() -> None:
-    # Linux divides processor time among sessions first (sched_autogroup). A loop in the session of the shell would have
-    # that shell's priority, and a node never has: it is in a session of its own.
+    # Linux divides processor time among sessions first (sched_autogroup). A loop in the shell's session would share the
+    # shell's part; a node has a session of its own, so the loop gets one too.
     os.setsid()
     number = 0
     while True:

@@ -1,8 +1,8 @@
 """A client leaves before its first token: how long does the next, short request wait? `python -m bench.cancel`.
 
 A long prompt is sent to a cluster of one prefill and one decode node, and its client hangs up at a random moment while
-the prompt is computed. A short request follows at once. The time that it takes beyond its time on an idle cluster is
-what the cancelled prompt still cost. A pass that has begun is not broken off, so that should be one chunk at most.
+the prompt is computed. A short request follows at once. Its time, less its time on an idle cluster, is the remaining
+cost of the cancelled prompt. A pass that has begun is not broken off, so that cost should be one chunk at most.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ class Result:
 
     trials: int
     idle_s: float
-    """A short request on an idle cluster (median)."""
+    """Time of a short request on an idle cluster (median)."""
     long_prefill_s: float
-    """The prefill of a long prompt that is not cancelled (median)."""
+    """Time of the prefill of a long prompt that is not cancelled (median)."""
     waits_s: list[float]
-    """Time beyond `idle_s` of each short request behind a cancelled long one; sorted."""
+    """Time beyond `idle_s` of each short request after a cancelled long one; sorted."""
     machine: str
     commit: str
 
     @property
     def last_chunk_s(self) -> float:
-        """The longest chunk: attention grows with the tokens before it, so it is bounded by twice the mean."""
+        """A bound on the time of the longest chunk: twice the mean, since attention grows with the tokens before it."""
         return 2 * self.long_prefill_s / CHUNKS
 
     @property
     def holds(self) -> bool:
-        """No short request waited longer than one chunk takes."""
+        """Whether no short request waited longer than one chunk takes."""
         return self.waits_s[-1] <= self.last_chunk_s
 
 
 async def _short(url: str, rng: random.Random) -> float:
     """Seconds that a short request takes, to the end of its answer."""
     async with Connection.to(url) as connection:
-        await connection.ask("GET", "/live")  # the connection is there before it is timed
+        await connection.ask("GET", "/live")  # opens the connection before the clock starts
         began = perf_counter()
         await _ask(connection, SHORT_TOKENS, rng)
         return perf_counter() - began
@@ -82,7 +82,7 @@ def _body(tokens: int, rng: random.Random) -> bytes:
 
 
 async def _behind_a_cancelled_one(url: str, after_s: float, rng: random.Random) -> float:
-    """Cancel a long prompt after `after_s`; the seconds that a short request takes right after it."""
+    """Cancel a long prompt after `after_s`; return the seconds that a short request takes right after it."""
     async with Connection.to(url) as connection:
         await connection.send("POST", COMPLETIONS, _body(LONG_TOKENS, rng))
         await asyncio.sleep(after_s)
@@ -90,7 +90,7 @@ async def _behind_a_cancelled_one(url: str, after_s: float, rng: random.Random) 
 
 
 async def measure(model: Path, trials: int, seed: int, console: Console) -> Result:
-    """Idle times, then cancelled prompts, one after another."""
+    """Measure idle times, then send cancelled prompts, one after another."""
     rng = random.Random(seed)
     async with tiny_cluster(model, num_prefill=1, num_decode=1) as cluster:
         async with Connection.to(cluster.url) as connection:
@@ -122,7 +122,7 @@ Machine: {result.machine}. Commit {result.commit}.
 
 
 def main() -> int:
-    """Measure, print, write; the exit code is 0 if no short request waited longer than a chunk."""
+    """Measure, print, write. The exit code is 0 if no short request waited longer than a chunk."""
     parser = argparse.ArgumentParser(prog="python -m bench.cancel", description=__doc__)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

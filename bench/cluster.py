@@ -1,4 +1,4 @@
-"""A cluster of real processes on a tiny random checkpoint, and what can be seen of it from outside."""
+"""A cluster of real processes on a tiny random checkpoint, and functions that observe it from outside."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from transport.trust import load_trust
 TINY = Tiny(max_context=4608, head_dim=128)
 KV_BYTES = 64 << 20
 HOST_BYTES = 64 << 20
-"""Small, so that host memory fills soon after the start and its use then stays level."""
+"""Host memory is small, so that it fills soon after the start and its use then stays level."""
 POLL_S = 0.02
 
 Series = dict[str, float]
-"""The page of `/metrics`: 'name{labels}' -> value."""
+"""The page `/metrics`: 'name{labels}' -> value."""
 
 
 @contextlib.asynccontextmanager
@@ -86,7 +86,7 @@ async def describe(cluster: LocalCluster) -> list[NodeInfo]:
 
 
 def memory_mib(cluster: LocalCluster) -> dict[str, float]:
-    """Resident memory of every process, in MiB. Raises `psutil.NoSuchProcess` for one that died."""
+    """Resident memory of every running process, in MiB. Raises `psutil.NoSuchProcess` for one that has just died."""
     return {
         child.name: psutil.Process(child.process.pid).memory_info().rss / 2**20
         for child in cluster.children
@@ -95,7 +95,7 @@ def memory_mib(cluster: LocalCluster) -> dict[str, float]:
 
 
 def dead(cluster: LocalCluster) -> list[str]:
-    """Names of processes that ended."""
+    """Names of the processes that have ended."""
     return [child.name for child in cluster.children if child.process.returncode is not None]
 
 
@@ -110,6 +110,6 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float, what
 
 
 def load_note() -> str:
-    """How busy the machine is, for the record beside a measurement."""
+    """The number of cores and the load of the machine, for the record beside a measurement."""
     one, five, _ = os.getloadavg()
     return f"{os.cpu_count()} cores, load average {one:.1f} (1 min), {five:.1f} (5 min)"

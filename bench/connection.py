@@ -1,4 +1,4 @@
-"""HTTP/1.1 by hand over one keep-alive connection, to time the socket itself and to cut it off anywhere.
+"""HTTP/1.1 by hand over one keep-alive connection, to time the socket itself and to cut a request off anywhere.
 
 A client library would add its own milliseconds to every measurement, and could not stop in the middle of a body.
 """
@@ -23,7 +23,7 @@ class Answer:
     body: bytes
 
     def json(self) -> Any:
-        """The body as JSON. Raises `ValueError` if it is none."""
+        """The body as JSON. Raises `ValueError` if it is not JSON."""
         return json.loads(self.body)
 
 
@@ -36,7 +36,7 @@ class Connection:
     @classmethod
     @contextlib.asynccontextmanager
     async def to(cls, url: str) -> AsyncIterator[Connection]:
-        """Open a connection; it is aborted on the way out."""
+        """Open a connection, which is aborted at the end of the context."""
         parts = urlsplit(url)
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
         connection = cls(parts.netloc, reader, writer)
@@ -56,7 +56,7 @@ class Connection:
         await self._writer.drain()
 
     def head(self, method: str, path: str, *headers: str) -> bytes:
-        """A request up to the blank line."""
+        """The bytes of a request up to and including the blank line."""
         lines = (f"{method} {path} HTTP/1.1", f"Host: {self._host}", "Content-Type: application/json", *headers)
         return "\r\n".join((*lines, "", "")).encode()
 
@@ -88,12 +88,12 @@ class Connection:
         return Answer(status, headers, b"".join([part async for part in self.parts(headers)]))
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> Answer:
-        """One request, one response."""
+        """Send one request and read its response."""
         await self.send(method, path, body)
         return await self.finish()
 
     async def abort(self) -> None:
-        """Drop the connection, with whatever is under way on it. More calls do nothing."""
+        """Drop the connection and everything under way on it. Further calls do nothing."""
         self._writer.transport.abort()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()

@@ -1,9 +1,9 @@
-"""What it is worth that KV stays where it is: `python -m bench.conversations`.
+"""The value of keeping KV where it is: `python -m bench.conversations`.
 
 Three clusters of two prefill and two decode nodes serve the same conversations. The first keeps nothing. The prefill
-nodes of the second keep pages. In the third decode nodes keep pages too, and the router knows of them. Each turn goes
-to one cluster after another, one request at a time, so ratios of times hold on a busy machine too. Then requests with
-one long system prompt follow. Each cluster's answers become part of the next prompt; all give the same ones.
+nodes of the second keep pages. In the third, decode nodes keep pages too, and the router knows of them. Each turn goes
+to one cluster after another, one request at a time, so ratios of times hold on a busy machine too. Requests with one
+long system prompt follow. Each answer becomes part of the next prompt; all clusters must give the same answers.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ CELLS: Final[dict[str, dict[str, dict[str, Any]]]] = {
     PREFILL: {"router": {"prefix_dispatch": False}, "prefill": {}, "decode": {"prefix_cache": False}},
     BOTH: {"router": {}, "prefill": {}, "decode": {}},
 }
-"""Who keeps pages -> settings of each role."""
+"""Which nodes keep pages -> settings of each role."""
 MODEL: Final = Tiny(layers=4, hidden=256, head_dim=128, ffn=768, max_context=4608)
-"""Large enough that computing a prompt takes longer than everything around it."""
+"""The model is large enough that computing a prompt takes longer than everything around it."""
 SEED: Final = 1
 BYTES: Final = "hackkv_kv_transfer_bytes_total"
 
 
 @dataclass(slots=True)
 class Cell:
-    """One cluster and what its clients saw: for each round, seconds to the first token and bytes of KV."""
+    """One cluster and its measurements: for each round, seconds to the first token and bytes of KV."""
 
     url: str
     connection: Connection
@@ -59,7 +59,7 @@ class Cell:
     _bytes: float = 0.0
 
     async def ask(self, ids: Sequence[int], tokens: int) -> list[int]:
-        """One greedy completion; its time to the first token belongs to the present round."""
+        """The tokens of one greedy completion. Its time to the first token is added to the present round."""
         body = {
             "prompt": list(ids),
             "max_tokens": tokens,
@@ -87,7 +87,7 @@ class Cell:
         return answer
 
     async def end_round(self) -> None:
-        """Note the bytes of KV that moved in it."""
+        """Note the bytes of KV that moved in the round."""
         now = total(await metrics(self.url), BYTES)
         self.kv_bytes.append(now - self._bytes)
         self._bytes = now
@@ -96,7 +96,7 @@ class Cell:
 async def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
     """Serve everything on every cluster; returns the report."""
     async with AsyncExitStack() as stack:
-        # A connection that says nothing while other clusters start would be closed.
+        # Connections are opened after all clusters have started: an idle one would be closed meanwhile.
         urls = {name: await start(stack, options, model, settings) for name, settings in CELLS.items()}
         cells = {name: Cell(url, await stack.enter_async_context(Connection.to(url))) for name, url in urls.items()}
         rng = random.Random(SEED)
@@ -104,7 +104,7 @@ async def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
         for turn in range(options.turns):
             if turn:
                 prompts = [(*ids, *draw(rng, options.message_tokens)) for ids in prompts]
-            rng.shuffle(prompts)  # else an idle fleet, used in turn, would give a conversation the same nodes by chance
+            rng.shuffle(prompts)  # else an idle fleet, used in turn, could give a conversation the same nodes by chance
             prompts = await play(cells, prompts, options.answer_tokens)
         system = draw(rng, options.system_tokens)
         alike = [(*system, *draw(rng, options.message_tokens)) for _ in range(options.conversations)]
@@ -114,13 +114,13 @@ async def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 async def start(stack: AsyncExitStack, options: argparse.Namespace, model: str, settings: dict[str, Any]) -> str:
-    """A cluster; returns the address of its API."""
+    """Start a cluster; return the address of its API."""
     plan = plan_of(options, model, 2, settings)
     return (await stack.enter_async_context(running(plan, lambda _: None))).url
 
 
 def plan_of(options: argparse.Namespace, model: str, nodes: int, settings: dict[str, Any]) -> ClusterPlan:
-    """A cluster of so many nodes of each role; `settings` are those of each role."""
+    """A cluster with `nodes` nodes of each role; `settings` are those of each role."""
     worker = {
         "model": {"path": model, "dtype": "float32", "threads": 1},
         "codec": {"name": options.codec},
@@ -131,7 +131,7 @@ def plan_of(options: argparse.Namespace, model: str, nodes: int, settings: dict[
 
 
 async def play(cells: dict[str, Cell], prompts: Sequence[tuple[int, ...]], tokens: int) -> list[tuple[int, ...]]:
-    """One round: every prompt on every cluster, one at a time. Returns the prompts with their answers.
+    """Play one round: every prompt on every cluster, one at a time. Returns the prompts with their answers.
 
     Raises `RuntimeError` when two clusters answer differently.
     """
@@ -151,12 +151,12 @@ async def play(cells: dict[str, Cell], prompts: Sequence[tuple[int, ...]], token
 
 
 def draw(rng: random.Random, count: int) -> tuple[int, ...]:
-    """Random token ids of the tiny vocabulary, no special ones."""
+    """Random ids of the tiny vocabulary, without special tokens."""
     return tuple(rng.choices(range(3, 500), k=count))
 
 
 def report(options: argparse.Namespace, cells: dict[str, Cell]) -> dict[str, Any]:
-    """Medians, and medians of ratios request by request."""
+    """Medians of times, and medians of ratios taken request by request."""
     rounds = []
     names = [f"turn {turn}" for turn in range(1, options.turns + 1)]
     for index, name in enumerate([*names, "system prompt, first", "system prompt, later"]):
@@ -216,7 +216,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def parser_of(name: str, description: str | None, *, conversations: int, turns: int) -> argparse.ArgumentParser:
-    """What can be said of conversations on the command line of module `name`."""
+    """The command line of module `name`, with the options of conversations."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument("--codec", default=DEFAULT_CODEC)
     parser.add_argument("--conversations", type=int, default=conversations)

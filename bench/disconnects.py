@@ -1,6 +1,6 @@
-"""A thousand clients that leave at random points: does everything they held come back?
+"""A thousand clients that leave at random points: is everything that they held given back?
 
-Before and after the storm every node is asked what it holds (`Describe`: pages, queued tokens, sequences, outbox bytes)
+Before and after the storm every node reports what it holds (`Describe`: pages, queued tokens, sequences, outbox bytes),
 and the router's gauges are read. The values must be the same before and after, no process may have died, and none may
 have grown without bound.
 """
@@ -27,7 +27,7 @@ from bench.connection import Connection
 from bench.stages import CHAT, COMPLETIONS, prompt
 
 REQUEST_S = 120.0
-"""A request that takes longer hangs."""
+"""A request that takes longer counts as hung."""
 BASELINE_S = 10.0
 MAX_GROWTH_MIB = 100.0
 OUTBOX = ("hackkv_host_pool_waiting_bytes", "hackkv_host_pool_kept_bytes")
@@ -46,21 +46,21 @@ Leave = Callable[[Connection, random.Random], Awaitable[str]]
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """What was done and what was left."""
+    """The outcome of a storm."""
 
     endings: Counter[str]
     elapsed_s: float
     baseline_s: float | None
-    """Seconds until everything was back; None if it did not come back in time."""
+    """Seconds until every value was back; None if that took too long."""
     left_over: dict[str, tuple[float, float]]
-    """What differs from before: name -> (before, after)."""
+    """Values that did not return: name -> (before, after)."""
     dead: list[str]
     before_mib: dict[str, float]
     after_mib: dict[str, float]
 
     @property
     def holds(self) -> bool:
-        """Everything came back, nobody died or hung, memory is bounded."""
+        """Whether every value came back, no process died, no client hung, and memory is bounded."""
         grown = max((self.after_mib[name] - self.before_mib[name] for name in self.after_mib), default=0.0)
         healthy = not self.dead and not self.left_over and not self.endings["hung"] and not self.endings["wrong"]
         return healthy and grown <= MAX_GROWTH_MIB
@@ -93,7 +93,7 @@ async def storm(cluster: LocalCluster, requests: int, concurrency: int, seed: in
 
 
 def report(result: Storm, console: Console) -> None:
-    """Print how clients left, what came back and how large the processes are."""
+    """Print how clients left, which values did not return, and the size of the processes."""
     table = Table("ending", "clients", title=f"{result.endings.total()} clients in {result.elapsed_s:.1f} s")
     for ending, count in result.endings.most_common():
         table.add_row(ending, str(count))
@@ -123,7 +123,7 @@ async def _held(cluster: LocalCluster) -> dict[str, float]:
         }
         held |= {f"{info.node_id}: {name}": float(value) for name, value in numbers.items()}
     router = psutil.Process(cluster.children[0].process.pid)
-    # A client's connection that is never closed shows here. The nodes' own connections stay open.
+    # A client's connection that is never closed shows here. The nodes' own connections are on other ports.
     http_port = int(cluster.url.rpartition(":")[2])
     clients = [each for each in router.net_connections("tcp") if each.laddr.port == http_port and each.raddr]
     held["router: open client connections"] = float(len(clients) - 1)  # less the one that asked for the metrics
@@ -156,7 +156,7 @@ async def _idle(cluster: LocalCluster) -> bool:
 
 
 async def visit(url: str, rng: random.Random) -> str:
-    """One client that finishes or leaves somewhere; returns how it ended."""
+    """Be one client that finishes or leaves somewhere; return how it ended."""
     return await _one(url, rng.choices(WAYS, weights=WEIGHTS)[0], rng)
 
 

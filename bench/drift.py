@@ -1,8 +1,8 @@
 """Does a cluster answer its last requests as well as its first? `python -m bench.drift [MODEL] [--codec NAME]`.
 
-One request after another, or a few at a time, through a cluster of real processes. The first hundred prompts and the
-last hundred are the same, and between them come others, so that pages are taken, given back, shared and swapped. Every
-answer is greedy. It is compared with the answer of exact KV in this process: agreement is the share of its tokens
+Requests go one after another, or a few at a time, through a cluster of real processes. The first hundred prompts and
+the last hundred are the same. Other prompts come between them, so that pages are taken, given back, shared and swapped.
+Every answer is greedy and is compared with the answer of exact KV in this process: agreement is the share of its tokens
 before the first that differs. Weights and arithmetic do not age, so first and last answers to a prompt must be equal.
 """
 
@@ -35,11 +35,11 @@ from measure.tasks import Example, Ids, cut, join
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 EDGE = 100
-"""Requests at either end that are compared."""
+"""Number of requests at either end that are compared."""
 PROMPT_TOKENS, ANSWER_TOKENS = 160, 16
-"""Two pages are sealed and half a page stays open."""
+"""With these lengths, two pages are sealed and half a page stays open."""
 TIMEOUT_S = 300.0
-"""How long a client waits; a machine with other work may need more."""
+"""How long a client waits, in seconds; a busy machine may need more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Drift:
 
     @property
     def holds(self) -> bool:
-        """Every request was answered, and no answer changed."""
+        """Whether every request was answered and no answer changed."""
         return not self.failed and self.equal == len(self.first)
 
 
 def prompts_of(subject: Subject, requests: int, edge: int, seed: int) -> list[Ids]:
-    """`requests` windows of held-out text; the last `edge` are the first ones again."""
+    """`requests` windows of held-out text; the last `edge` windows repeat the first ones."""
     windows = [
         join(subject.prefix, cut(np.random.default_rng([seed, i]), subject.filler, PROMPT_TOKENS))
         for i in range(requests - edge)
@@ -87,7 +87,7 @@ def agreement(said: list[int], exact: list[int]) -> float:
 async def ask_all(
     url: str, prompts: Sequence[Ids], concurrency: int, console: Console, timeout_s: float = TIMEOUT_S
 ) -> list[list[int] | None]:
-    """The tokens of every answer, None for a request that failed; prompts are asked in order."""
+    """The tokens of every answer; None for a request that failed. Prompts are asked in order."""
     answers: list[list[int] | None] = [None] * len(prompts)
     waiting = iter(enumerate(prompts))
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
@@ -114,7 +114,7 @@ async def _answer(client: httpx.AsyncClient, prompt: Ids) -> list[int] | None:
 
 
 def compare(answers: Sequence[list[int] | None], exact: Sequence[list[int]], ends: frozenset[int]) -> Drift:
-    """First and last answers beside exact ones, without the ends of sequences that a server tells and we do not."""
+    """Compare first and last answers with exact ones. End tokens are dropped: the server returns them, `exact` not."""
     edge, told = len(exact), [_without(answer, ends) for answer in answers]
     first, last = told[:edge], told[-edge:]
     return Drift(
@@ -156,7 +156,7 @@ def _plan(subject: Subject, codec: CodecConfig) -> ClusterPlan:
 
 
 def section(result: Drift, model: str, codec: str, where: str) -> tuple[str, dict[str, object]]:
-    """The section of docs/reliability.md, and the record beside it; `where` has the command, too."""
+    """The section of docs/reliability.md, and the record beside it; `where` includes the command."""
     first, last = (stats.share(np.array(scores)) for scores in (result.first, result.last))
     change = stats.change(np.array(result.last), np.array(result.first))
     edge = len(result.first)
@@ -176,7 +176,7 @@ def section(result: Drift, model: str, codec: str, where: str) -> tuple[str, dic
 
 
 def main() -> int:
-    """Measure, print and write docs/reliability.md; the exit code says whether what it proves holds."""
+    """Measure, print and write docs/reliability.md. The exit code is 0 if all requests were answered without drift."""
     parser = argparse.ArgumentParser("python -m bench.drift", description=__doc__)
     parser.add_argument("model", nargs="?", default="", help="folder, GGUF file, hub name or smollm2; default: shipped")
     parser.add_argument("--codec", default=DEFAULT_CODEC, choices=tuple(CODECS))

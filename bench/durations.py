@@ -1,9 +1,9 @@
 """`python -m bench.durations --out FILE.json`: durations of this machine, for `profile` in a specification of the
 simulator.
 
-Times the model's own passes and steps over a grid, medians of several, with real KV in the codec's pages. What
-surrounds them in a node (event loop, wire, router) is not in it. The catalogue's GPUs are rooflines; a machine of
-one's own is added by this command and a row with its memory, network and price in the specification's `catalogue`.
+It times the model's own passes and steps over a grid, medians of several, with real KV in the codec's pages. The parts
+of a node around them (event loop, wire, router) are not included. The catalogue's GPUs are rooflines. To add a machine
+of your own, run this command and add a row with its memory, network and price to the specification's `catalogue`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from hackkv.model.worker import Worker, load_worker
 from sim.costs import Grid, Profile
 
 TOKENS = (16, 63, 64, 127, 128, 255, 256, 512)
-"""Both sides of the numbers of rows from which on a library may multiply (`hackkv.model.products`): durations jump
-there, and a line between points farther apart is wrong by up to twice."""
+"""Points just below and at the row counts from which on a library may multiply (`hackkv.model.products`). Durations
+jump there, and a line between points farther apart is wrong by up to twice."""
 BATCHES = (1, 2, 4, 5, 8, 16)
-"""Products take rows in blocks, so a step does not grow by a line from one to four to sixteen."""
+"""Products take rows in blocks, so the time of a step is not linear from one to four to sixteen."""
 CONTEXTS = (64, 512, 1024)
 REPEATS = 5
 SECONDS = 0.2
-"""For which each is repeated at least: a few short steps say more of what ran before them."""
+"""Each point is repeated for at least this time, since a few short steps depend on what ran before them."""
 
 
 def measure(
     worker: Worker, tokens: Sequence[int], batches: Sequence[int], contexts: Sequence[int], repeats: int = REPEATS
 ) -> Profile:
-    """Time passes of so many tokens behind so many rows, and steps of so many sequences of such contexts."""
+    """Time passes of `tokens` tokens after `contexts` rows, and steps of `batches` sequences with `contexts` rows."""
     page = worker.codec.page_tokens
     most = max(contexts) + max(tokens) + 1
     pages = -(-most // page)
@@ -49,7 +49,7 @@ def measure(
     quantize_share = (worker.codec.quantize_s - quantize) / passes_s
     passes.fill(max(batches), max(contexts))
     attend, corrected, whole = worker.codec.attend_s, worker.codec.approximation_s, perf_counter()
-    # Behind full pages, so that no page fills up, as in nearly all steps.
+    # The context ends with full pages, so that no page fills up during the steps, as in nearly all steps.
     decode = [
         [median_s(passes.a_step(batch, context + 1), repeats, SECONDS) for context in contexts] for batch in batches
     ]
@@ -67,7 +67,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write."""
+    """Measure and write the profile."""
     parser = argparse.ArgumentParser("python -m bench.durations", description=__doc__)
     parser.add_argument("--model", default="", help="folder, GGUF file or hub name; default: the shipped model")
     parser.add_argument("--codec", default=DEFAULT_CODEC, help="default: %(default)s")

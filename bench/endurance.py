@@ -1,7 +1,7 @@
 """Half an hour of clients of every kind: does any process grow?
 
 Resident memory of every process is read every ten seconds. The first fifth is a warm-up, in which pools and caches
-fill. A line is fitted through the rest by least squares. Its slope decides, since a leak has one and noise has none.
+fill. A line is fitted to the rest by least squares. Its slope decides: a leak has a slope, and noise has none.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from bench.disconnects import visit
 SAMPLE_S = 10.0
 WARM_UP = 0.2
 MAX_SLOPE = 1.0
-"""MiB a minute, for every process."""
+"""The largest slope that any process may have, in MiB a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endurance:
-    """How clients fared, and each process's memory over time."""
+    """The endings of all clients, and the memory of each process over time."""
 
     minutes: float
     endings: Counter[str]
@@ -40,13 +40,13 @@ class Endurance:
     dead: list[str]
 
     def slope(self, name: str) -> float:
-        """MiB a minute after the warm-up."""
+        """Growth in MiB a minute after the warm-up."""
         first = round(WARM_UP * len(self.at_min))
         return linear_regression(self.at_min[first:], self.memory[name][first:]).slope
 
     @property
     def holds(self) -> bool:
-        """Nobody died or hung, and nothing grows."""
+        """Whether no process died, no client hung, and no process grows."""
         healthy = not self.dead and not self.endings["hung"] and not self.endings["wrong"]
         return healthy and all(self.slope(name) < MAX_SLOPE for name in self.memory)
 
@@ -96,7 +96,7 @@ def section(result: Endurance, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def report(result: Endurance, console: Console) -> None:
-    """Print what was served and how memory moved."""
+    """Print the endings and the growth of memory."""
     console.print(f"{result.endings.total()} clients in {result.minutes:.1f} minutes: {dict(result.endings)}")
     table = Table("process", "after warm-up, MiB", "at the end, MiB", "slope, MiB/min", title="resident memory")
     for name, samples in result.memory.items():

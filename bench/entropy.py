@@ -1,17 +1,17 @@
-"""What entropy coding leaves of CacheGen's codes, beside what it could leave: `python -m bench.entropy smollm2`.
+"""The size of CacheGen's codes after entropy coding, and the least it could be: `python -m bench.entropy smollm2`.
 
-The model reads text that none of its losses is measured on, and its rows become codes as codec `cachegen` has them.
-Bits are of a value; scales, which every form sends alike, are not counted. Three kinds of codes are compared:
+The model reads text on which none of its losses is measured, and its rows become codes as in codec `cachegen`. Bits are
+per value; scales, which every form sends alike, are not counted. Three kinds of codes are compared:
 
-- codes of values, as the authors' code has them, of its levels 2 (the default) and 3 (32 bins in all layers);
+- codes of values, as in the authors' code, with its levels 2 (the default) and 3 (32 bins in all layers);
 - deltas of these codes: a code less its anchor's, modulo the alphabet, which changes no value;
-- deltas of values, quantized, with anchors in 8 bits (`delta: true`), as the paper has them.
+- deltas of values, quantized, with anchors in 8 bits (`delta: true`), as in the paper.
 
-Entropy of order 0 is what an arithmetic coder comes near with a table for each layer, KV head and channel (the paper's
-choice), or with one for each layer; tables themselves are free, and those of anchors are apart. Beside it stands what
-the planes take in frames of some pages, as a sender cuts and codes them, and what they would take if the bytes of a
-channel lay side by side in a frame ("sorted"). With `--constriction`, if that library is
-installed, an ANS coder codes codes of values with a table for each channel of a frame, and is timed beside Zstandard.
+An arithmetic coder comes near the entropy of order 0, with a table for each layer, KV head and channel (the paper's
+choice), or with one for each layer. Tables are not counted, and anchors have tables of their own. Two sizes are shown
+for comparison: that of the planes in frames of some pages, as a sender cuts and codes them, and that of the same frames
+if the bytes of a channel lay side by side ("sorted"). With `--constriction`, if that library is installed, an ANS coder
+codes codes of values with a table for each channel of a frame, and is timed beside Zstandard.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from hackkv.wire_form import wire_form
 
 CPU: Final = torch.device("cpu")
 FRAME_PAGES: Final = 8
-"""Pages of a frame: what a chunk of 512 tokens seals."""
+"""Pages of a frame: as many as a chunk of 512 tokens seals."""
 LEVEL: Final[Level] = "2"
 FINER: Final[Level] = "3"
 FORM: Final = "zstd"
 
 Coded = tuple[list[Tensor], Planes]
-"""Symbols [pages, Hkv, rows, D] of each alphabet that has tables of its own, and planes [pages, Hkv, ...]."""
+"""(symbols [pages, Hkv, rows, D], one tensor for each alphabet with its own tables; planes [pages, Hkv, ...])"""
 Coding = Callable[[str, int, Tensor], tuple[Coded, Tensor]]
-"""("k" or "v", layer, rows [pages, Hkv, Π, D] FP16) -> codes, and what they stand for."""
+"""("k" or "v", layer, rows [pages, Hkv, Π, D] FP16) -> (codes, the values that they stand for)."""
 
 
 def main() -> None:
@@ -86,8 +86,8 @@ def main() -> None:
 
 
 def measured(of: Coding, name: str, layer: int, x: Tensor) -> tuple[float, ...]:
-    """Of rows x [pages, Hkv, Π, D]: bits of a value by channel, by layer, on the wire and sorted there, and the squared
-    error as a share of x's square."""
+    """For rows x [pages, Hkv, Π, D]: bits per value by channel, by layer, on the wire and sorted on the wire, and the
+    squared error as a share of x's square."""
     (alphabets, planes), read = of(name, layer, x)
     error = float((read - x.float()).square().mean() / x.float().square().mean())
     by_channel, by_layer = (sum(map(each, alphabets)) / x.numel() for each in (bits_by_channel, bits_by_layer))
@@ -96,7 +96,7 @@ def measured(of: Coding, name: str, layer: int, x: Tensor) -> tuple[float, ...]:
 
 
 def values(name: str, layer: int, x: Tensor, level: Level = LEVEL) -> tuple[Coded, Tensor]:
-    """As the authors' code has them."""
+    """Codes of values, as in the authors' code."""
     fmt = group_format(layer, x.shape[-1], level)
     kernels = GroupReference(fmt, CPU)
     planes = kernels.quantize(name, x)
@@ -105,7 +105,8 @@ def values(name: str, layer: int, x: Tensor, level: Level = LEVEL) -> tuple[Code
 
 
 def deltas_of_codes(name: str, layer: int, x: Tensor) -> tuple[Coded, Tensor]:
-    """Anchors' codes stay, others become what they differ by, around the alphabet's centre; packed in two planes."""
+    """Deltas of codes. Anchors keep their codes; other codes become differences around the alphabet's centre. Both are
+    packed in planes of their own."""
     ([codes], _), read = values(name, layer, x)
     side = group_format(layer, x.shape[-1]).side(name)
     rows = torch.arange(PAGE)
@@ -121,7 +122,7 @@ def deltas_of_codes(name: str, layer: int, x: Tensor) -> tuple[Coded, Tensor]:
 
 
 def deltas(name: str, layer: int, x: Tensor) -> tuple[Coded, Tensor]:
-    """As the paper has them."""
+    """Deltas of values, as in the paper."""
     fmt = delta_format(layer, x.shape[-1])
     kernels, side = DeltaReference(fmt, CPU), fmt.side(name)
     planes = kernels.quantize(name, x)
@@ -139,30 +140,30 @@ KINDS: Final[dict[str, Coding]] = {
 
 
 def group_format(layer: int, head_dim: int, level: Level = LEVEL) -> GroupFormat:
-    """That of a layer of codec `cachegen`."""
+    """The format of a layer of codec `cachegen`."""
     k, v = groupings(layer, head_dim, level)
     return GroupFormat(head_dim, k, v, PAGE)
 
 
 def delta_format(layer: int, head_dim: int) -> DeltaFormat:
-    """The same with deltas."""
+    """The format of a layer of codec `cachegen` with deltas."""
     k, v = groupings(layer, head_dim)
     return DeltaFormat(head_dim, DeltaSide(k.bits, k.centre), DeltaSide(v.bits, v.centre), PAGE)
 
 
 def groupings(layer: int, head_dim: int, level: Level = LEVEL) -> tuple[Grouping, Grouping]:
-    """Of K and V."""
+    """The groupings of K and V."""
     k, v = (grouping(bins_of(bins, layer), head_dim) for bins in LEVELS[level])
     return k, v
 
 
 def without_scales(planes: Planes) -> Planes:
-    """Planes of codes."""
+    """The planes that hold codes."""
     return {name: plane for name, plane in planes.items() if not name.endswith("_scale")}
 
 
 def whole(codes: Tensor) -> Tensor:
-    """With rows of 0 behind, until they fill bytes."""
+    """Codes padded with rows of 0 until the rows fill bytes."""
     return torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[-2] % 8))
 
 
@@ -172,25 +173,25 @@ def bits_by_channel(codes: Tensor) -> float:
 
 
 def bits_by_layer(codes: Tensor) -> float:
-    """With one table."""
+    """Bits of all symbols at their entropy, with one table."""
     return entropy_bits(codes.flatten())
 
 
 def entropy_bits(symbols: Tensor) -> float:
-    """Of symbols [n] uint8: n times their entropy of order 0."""
+    """Bits of symbols [n] uint8: n times their entropy of order 0."""
     counts = torch.bincount(symbols.int()).double()
     counts = counts[counts > 0]
     return float(-(counts * (counts / counts.sum()).log2()).sum())
 
 
 def frames(pages: Planes) -> Iterator[Planes]:
-    """Planes [Hkv, pages, ...] of each frame, of those [pages, Hkv, ...] of a text."""
+    """The planes [Hkv, pages, ...] of each frame, cut from those of a text, [pages, Hkv, ...]."""
     for at in range(0, len(next(iter(pages.values()))), FRAME_PAGES):
         yield {name: plane[at : at + FRAME_PAGES].transpose(0, 1).contiguous() for name, plane in pages.items()}
 
 
 def wire_bits(pages: Planes, *, by_channel: bool = False) -> float:
-    """Bits of the coded planes of all frames, without headers. `by_channel`: the bytes of a channel side by side."""
+    """Bits of the coded planes of all frames, without headers. `by_channel` puts bytes of a channel side by side."""
     writer, bits = FrameWriter("entropy", 0, wire_form(FORM)), 0.0
     for part in frames(pages):
         ordered = {n: plane.permute(0, 3, 1, 2).contiguous() for n, plane in part.items()} if by_channel else part
@@ -199,7 +200,7 @@ def wire_bits(pages: Planes, *, by_channel: bool = False) -> float:
 
 
 def ans(pages: dict[str, list[Tensor]]) -> None:
-    """Print what constriction's ANS coder takes of codes of values, and how fast both coders are on one thread."""
+    """Print the bits of codes of values with constriction's ANS coder, and the speed of both coders on one thread."""
     stream: Any = import_module("constriction").stream
     form = wire_form(FORM)
     print("\n| rows | coder | bits | encodes, MB/s of packed codes | decodes, MB/s |")
@@ -221,7 +222,7 @@ def ans(pages: dict[str, list[Tensor]]) -> None:
 
 
 def zstd_once(form: Any, plane: NDArray[np.uint8]) -> tuple[float, float, float]:
-    """Bytes, and seconds to encode and decode."""
+    """(bytes, seconds to encode, seconds to decode) with Zstandard."""
     began = perf_counter()
     coded = form.encode(plane, 1)
     encoded, back = perf_counter(), np.empty_like(plane)
@@ -235,7 +236,8 @@ def zstd_once(form: Any, plane: NDArray[np.uint8]) -> tuple[float, float, float]
 
 
 def ans_once(stream: Any, codes: Tensor) -> tuple[float, float, float]:
-    """The same with a table for each channel, which costs nothing here and is made within the time of encoding."""
+    """(bytes, seconds to encode, seconds to decode) with ANS and a table for each channel. Tables are not counted in
+    the bytes; the time of encoding includes making them."""
     channels = codes.permute(0, 3, 1, 2).flatten(0, 1).flatten(1).int().numpy()
     began = perf_counter()
     counts = [np.bincount(channel, minlength=int(codes.max()) + 1) + 1e-2 for channel in channels]

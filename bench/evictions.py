@@ -1,8 +1,8 @@
-"""`python -m bench.evictions smollm2`: what an eviction costs while a prompt is computed, and what it saves afterwards.
+"""`python -m bench.evictions smollm2`: the cost of an eviction while a prompt is computed, and its savings afterwards.
 
-One prompt of random tokens goes through the model's own passes, in chunks, into a codec's real pages; then tokens are
-decoded on what stayed. Codecs take turns; seconds of a prompt, the time to choose and seal the rows that stay, and the
-median of a decode step. Wire and event loop are not in it, bytes are those of a handoff.
+One prompt of random tokens goes through the model's own passes, in chunks, into a codec's real pages. Then tokens are
+decoded on the rows that stayed. Codecs take turns. The table has seconds of the prompt, the time to choose and seal the
+rows that stay, and the median of a decode step. Wire and event loop are not included; bytes are those of a handoff.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What it is worth that a prefill node can fetch a conversation from its decode node: `python -m bench.exchanges`.
+"""The value of letting a prefill node fetch a conversation from its decode node: `python -m bench.exchanges`.
 
 Three clusters of one prefill and one decode node serve the same conversations. In two of them the prefill node is
-killed before every later turn and another one takes its place, which has nothing: in one cluster it computes every
-prompt from the beginning, in the other it may fetch. In the third cluster the prefill node stays. Every prompt goes to
-each cluster, one request at a time, so ratios of times hold also on a busy machine; all clusters give the same tokens.
+killed before every later turn, and another one with no pages takes its place. In one of these clusters it computes
+every prompt from the beginning, in the other it may fetch. In the third cluster the prefill node stays. Every prompt
+goes to each cluster, one request at a time, so ratios of times hold on a busy machine too. All clusters must give the
+same tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PREFILL: Final = {STAYS: "auto", COMPUTES: "never", FETCHES: "auto"}
 """Cluster -> `prefix_fetch` of its prefill nodes."""
 COUNTED: Final = {"fetched_tokens": "hackkv_kv_fetched_tokens_total", "fetched_bytes": "hackkv_kv_fetched_bytes_total"}
 WARM_TOKENS: Final = 512
-"""Of a prompt that a new prefill node computes before it is measured."""
+"""Tokens of a prompt that a new prefill node computes before it is measured."""
 
 
 async def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
@@ -77,7 +78,7 @@ async def exchange(cluster: LocalCluster) -> None:
 
 
 def report(options: argparse.Namespace, turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians, and medians of ratios request by request."""
+    """Medians of times, and medians of ratios taken request by request."""
     rounds = []
     for turn in turns:
         first = turn["first_s"]

@@ -1,7 +1,7 @@
-"""What 8-bit Q and P cost in accuracy, in both forms of the arithmetic: `python -m bench.forms`.
+"""The cost of 8-bit Q and P in accuracy, in both forms of the arithmetic: `python -m bench.forms`.
 
 Homomorphic decode is compared with FP64 attention on the same dequantized pages, so that only the rounding of Q and P
-shows. The error of the 2-bit pages themselves stands beside it. Backend `reference`; random rows, a few seconds.
+shows. The table also has the error of the 2-bit pages themselves. Backend `reference`; random rows, a few seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKENS: Final = 1024
 QUERIES: Final = 16
 HEAD_DIM: Final = 128
 SHARPNESS: Final = {"flat": 0.0, "random": 1.0, "peaked": 6.0}
-"""Factor on the queries: 0 weighs all keys alike, 6 puts most weight on few."""
+"""Name -> factor on the queries: 0 weighs all keys alike, 6 puts most weight on few keys."""
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def errors(page_tokens: int, sharpness: float, *, outliers: bool) -> tuple[float, float, float]:
-    """Errors of the pages alone, then of each form against the pages."""
+    """(error of the pages alone, error of the symmetric form against the pages, error of the asymmetric form)."""
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(TOKENS, 1, HEAD_DIM, generator=generator) for _ in range(2))
     q = torch.randn(1, QUERIES, HEAD_DIM, generator=generator) * sharpness
@@ -60,7 +60,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def reconstructed(fmt: HackFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """K^ and V^ [TOKENS, D] FP64. The last row is exact, since it is the query's own page."""
+    """K^ and V^ [TOKENS, D] FP64. The last page stays exact, since it is the query's own page."""
     rows_k, rows_v = k[:, 0].double(), v[:, 0].double()
     for start in range(0, TOKENS - 1, fmt.page_tokens):
         page = slice(start, start + fmt.page_tokens)
@@ -85,7 +85,7 @@ def decode(fmt: HackFormat, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over norm of what is expected."""
+    """Norm of the difference, relative to the norm of `expected`."""
     return float((found.double() - expected).norm() / expected.norm())
 
 

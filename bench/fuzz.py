@@ -1,7 +1,7 @@
 """Hostile input against live processes: `python -m bench.fuzz --count 100000`.
 
-Two in five cases are KV frames through decoder and ledger, one in fifty a push into a live decode node, the rest HTTP
-bodies to a live router. Every case must end in a named error; no process may die or grow without bound.
+Two in five cases are KV frames through decoder and ledger, one in fifty is a push into a live decode node, and the rest
+are HTTP bodies to a live router. Every case must end in a named error; no process may die or grow without bound.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CODEC = "hack"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How the cases ended, and what they did to the processes."""
+    """The endings of all cases, and the state of the processes after them."""
 
     frames: Counter[str]
     pushes: Counter[str]
@@ -43,7 +43,7 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """Named errors only, nobody died, memory is bounded."""
+        """Whether all errors were named, no process died, and memory is bounded."""
         unnamed = any("internal" in name for endings in (self.frames, self.pushes, self.bodies) for name in endings)
         grown = max((self.after_mib[name] - self.before_mib[name] for name in self.after_mib), default=0.0)
         return not unnamed and not self.dead and grown <= MAX_GROWTH_MIB

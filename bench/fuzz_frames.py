@@ -1,7 +1,7 @@
-"""Malformed KV frames: whatever arrives is refused with a named error, or it is what was sent.
+"""Malformed KV frames: a receiver must refuse each with a named error, unless it equals what was sent.
 
-Most of the frames go through the wire's decoder and the `FrameLedger` in this process. The others go over gRPC into the
-`Push` method of a live decode node, which expects the transfer and has reserved pages for it.
+Most frames go through the wire's decoder and the `FrameLedger` in this process. The others go over gRPC into the `Push`
+method of a live decode node, which expects the transfer and has reserved pages for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CALL_S = 20.0
 
 
 class Conversation:
-    """A valid handoff of random pages, to be spoiled."""
+    """A valid handoff of random pages, from which spoiled ones are made."""
 
     def __init__(self, worker: Worker, num_tokens: int, transfer_id: str = TRANSFER) -> None:
         self.worker, self.num_tokens = worker, num_tokens
@@ -62,7 +62,7 @@ class Conversation:
         self.encoded = [encode_push_request(noun) for noun in self.nouns]
 
     def ledger(self) -> FrameLedger:
-        """A receiver that has seen nothing yet."""
+        """A receiver's ledger before the first frame."""
         worker = self.worker
         codec = worker.codec
         return FrameLedger(
@@ -81,7 +81,7 @@ def _open_page(heads: int, width: int, rows: int) -> dict[str, torch.Tensor]:
 
 
 def tiny_worker(folder: Path, codec: str) -> Worker:
-    """The same worker as the nodes of `tiny_cluster` have."""
+    """A worker like those of the nodes of `tiny_cluster`."""
     return load_worker(ModelConfig(path=str(folder), dtype="float32", threads=1), CodecConfig(name=codec))
 
 
@@ -89,7 +89,7 @@ def tiny_worker(folder: Path, codec: str) -> Worker:
 
 
 def spoil(rng: random.Random, conversation: Conversation) -> list[bytes]:
-    """The messages of a handoff with one flaw or several."""
+    """The messages of a handoff with one or several flaws."""
     messages = list(conversation.encoded)
     match rng.randrange(8):
         case 0 | 1 | 2:
@@ -111,7 +111,7 @@ def spoil(rng: random.Random, conversation: Conversation) -> list[bytes]:
 def _encoded(rng: random.Random, noun: PushRequest, original: bytes) -> bytes:
     try:
         return encode_push_request(noun)
-    except HackkvError:  # our own sender refuses a value that no field can hold: garble the bytes instead
+    except HackkvError:  # our own encoder refuses a value that no field can hold, so the bytes are spoiled instead
         return _spoiled_bytes(rng, original)
 
 
@@ -222,9 +222,9 @@ def name_of(error: HackkvError) -> str:
 
 
 def receive(conversation: Conversation, messages: list[bytes]) -> str:
-    """Decode and check as a decode node's inbox does; return how it ended. An error without a name is raised as it is.
+    """Decode and check messages as a decode node's inbox does; return how it ended. Other errors are not caught.
 
-    Raises `AssertionError` if a frame or an end was accepted that is not one of those sent.
+    Raises `AssertionError` if a frame or an end was accepted that was not sent.
     """
     ledger, opened = conversation.ledger(), False
     handoff = conversation.nouns[0]
@@ -252,7 +252,7 @@ def receive(conversation: Conversation, messages: list[bytes]) -> str:
 
 
 class LiveDecodeNode:
-    """A decode node process, attacked through its port by a peer that the cluster trusts."""
+    """A decode node process that a peer, which the cluster trusts, attacks through the node's port."""
 
     def __init__(self, address: str, worker: Worker, channels: ChannelPool) -> None:
         self._address, self._worker = address, worker
@@ -260,7 +260,7 @@ class LiveDecodeNode:
         self._decode = DecodeClient(address, self._channels)
 
     async def attack(self, rng: random.Random) -> str:
-        """Reserve room, push one spoiled handoff, and return how it ended. Raises `TimeoutError` if it never does."""
+        """Reserve room, push one spoiled handoff, and return how it ended. Raises `TimeoutError` if it never ends."""
         transfer_id = f"fuzz-{rng.getrandbits(64):x}"
         tokens = rng.choice((1, 40, 64, 100))
         conversation = Conversation(self._worker, tokens, transfer_id)
@@ -271,7 +271,7 @@ class LiveDecodeNode:
                 return await self._push(spoil(rng, conversation))
 
     async def free_pages(self) -> int:
-        """What the node says of itself."""
+        """The number of free pages that the node reports."""
         return (await self._decode.describe()).free_pages
 
     async def _push(self, messages: list[bytes]) -> str:

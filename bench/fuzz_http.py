@@ -1,4 +1,4 @@
-"""Malformed HTTP bodies, sent to a live router: every answer is a named error, unless the body was valid after all.
+"""Malformed HTTP bodies, sent to a live router. Every answer must be a named error, unless the body was valid.
 
 The router must never answer 500, never leave out OpenAI's envelope, and never drop a connection without an answer.
 """
@@ -18,7 +18,7 @@ from router.api.schema import ChatRequest, CompletionRequest
 
 ANSWER_S = 30.0
 MAX_BODY_BYTES = 1 << 20
-"""The largest body that the attacked router accepts. Small, so that oversized bodies are cheap."""
+"""The largest body that the attacked router accepts. It is small, so that oversized bodies are cheap."""
 REFUSALS = frozenset({400, 404, 408, 413, 429})
 FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})
 VALID: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def _deep(rng: random.Random) -> bytes:
 
 
 async def _send(connection: Connection, rng: random.Random, path: str, body: bytes) -> None:
-    """Send a body in one piece with its length, or in HTTP chunks; now and then one larger than the router allows."""
+    """Send a body in one piece with its length, or in HTTP chunks. Now and then send one that is too large."""
     if rng.random() > 0.02:
         if rng.random() < 0.8:
             await connection.send("POST", path, body)
@@ -121,7 +121,7 @@ async def _send(connection: Connection, rng: random.Random, path: str, body: byt
 
 
 def name_of(answer: Answer) -> str:
-    """Name of the router's answer. Raises `Unnamed` if it is neither a result nor a named error."""
+    """The name of the router's answer. Raises `Unnamed` if it is neither a result nor a named error."""
     if answer.status == 200:
         answer.headers["content-type"].startswith(("application/json", "text/event-stream"))
         return "valid after all"
@@ -159,7 +159,7 @@ async def attack_http(url: str, count: int, concurrency: int, seed: int, done: C
                 with_error = None
                 try:
                     await _send(connection, rng, path, body)
-                except ConnectionError as error:  # refused before the whole body was sent: the answer can still be read
+                except ConnectionError as error:  # refused before the whole body was sent; the answer can still be read
                     with_error = error
                 answer = await connection.finish()
             name = name_of(answer)

@@ -1,9 +1,9 @@
-"""What guiding costs: compiling a grammar, and the mask of each token, on one thread.
+"""The cost of guiding: compiling a grammar, and the mask of each token, on one thread.
 
     python -m bench.guided [MODEL]
 
-Random JSON schemas (`tests.schemas`) are walked to random outputs over the model's vocabulary. With xgrammar installed
-beside (it is no dependency), the same outputs go through its matcher too: `pip install --target DIR xgrammar`, then
+Random JSON schemas (`tests.schemas`) are walked to random outputs over the model's vocabulary. If xgrammar is installed
+(it is no dependency), the same outputs go through its matcher too: `pip install --target DIR xgrammar`, then
 `PYTHONPATH=DIR`.
 """
 
@@ -31,7 +31,7 @@ SCHEMAS = 100
 MOST_TOKENS = 200
 
 Step = Callable[[int], None]
-"""Makes the mask before a token, and goes on after it."""
+"""Makes the mask before a token, and then accepts the token."""
 
 
 def walk(guide: Guide, eos: int, seed: int) -> list[int]:
@@ -48,7 +48,7 @@ def walk(guide: Guide, eos: int, seed: int) -> list[int]:
 
 
 def llguidance_steps(schemas: list[str], guides: Guides) -> Iterator[tuple[float, Step]]:
-    """For each schema, the seconds to compile it, and a step."""
+    """(seconds to compile, step) for each schema, with llguidance."""
     for schema in schemas:
         began = perf_counter()
         guide = guides.open(make_grammar("json", schema, lenient=False, thinking="never"))
@@ -62,7 +62,7 @@ def llguidance_steps(schemas: list[str], guides: Guides) -> Iterator[tuple[float
 
 
 def xgrammar_steps(schemas: list[str], tokenizer: PreTrainedTokenizerFast, vocab: int) -> Iterator[tuple[float, Step]]:
-    """The same with xgrammar."""
+    """(seconds to compile, step) for each schema, with xgrammar."""
     xgrammar: Any = import_module("xgrammar")
     compiler = xgrammar.GrammarCompiler(
         xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab), max_threads=1, cache_enabled=False
@@ -82,7 +82,7 @@ def xgrammar_steps(schemas: list[str], tokenizer: PreTrainedTokenizerFast, vocab
 
 
 def report(name: str, steps: Iterator[tuple[float, Step]], outputs: list[list[int]]) -> None:
-    """One line: how long grammars and tokens take."""
+    """Print one line: the times of grammars and of tokens."""
     compiles, masks, refused = list[float](), list[float](), 0
     for (compiled, step), output in zip(steps, outputs, strict=True):
         compiles.append(compiled)

@@ -45,9 +45,9 @@ LINKS: Final = ("200mbit", "1gbit", "10gbit", FREE)
 CODECS: Final = ("fp16", "hack")
 SHARE: Final = 0.8
 CAPACITY: Final = {"short": 48, "long": 12}
-"""Prompt -> number of requests that measure how much a codec can serve."""
+"""Prompt -> number of requests by which a codec's capacity is measured."""
 CONCURRENCY: Final = 8
-"""How many of those requests run at once: enough to keep both nodes busy."""
+"""Number of these requests under way at once: enough to keep both nodes busy."""
 
 
 def main() -> int:
@@ -119,7 +119,7 @@ def _cell(prompt: str, link: str, codec: str, requests: int) -> Cell:
 
 
 def _measured(cell: Cell, work: Path) -> Result:
-    """Its result, measured with a cluster of its own unless it was before."""
+    """The result of a cell; it is measured with a cluster of its own unless an earlier run has measured it."""
     run([cell], work)
     result = done(cell, work)
     assert result is not None, "the cell ran"
@@ -127,7 +127,7 @@ def _measured(cell: Cell, work: Path) -> Result:
 
 
 def check_machine(links: list[str]) -> None:
-    """Raises `ConfigError` if this machine cannot make links, or one has no rate."""
+    """Raise `ConfigError` if this machine cannot make links, or if a link's name is no rate."""
     for link in links:
         if link != FREE:
             bits_per_s(link)
@@ -139,7 +139,7 @@ def check_machine(links: list[str]) -> None:
 
 
 def _write(cells: dict[str, Result], capacity: dict[str, dict[str, float]], load: str, folder: Path) -> None:
-    """The numbers, the page, and the picture of the prompts that are being measured."""
+    """Write the numbers, the page, and the picture of the prompts that are being measured."""
     machine = this_machine("cpu", 1)
     kept = [f"{kind}_{metric}_ms" for metric in ("e2el", "ttft", "tpot") for kind in ("mean", "median", "p99")]
     kept += ["completed", "failed", "request_rate", "request_throughput", "stages", "sub_stages", "kv"]

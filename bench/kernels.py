@@ -1,10 +1,10 @@
 """Speed of the CPU kernels beside their rivals: `python -m bench.kernels [--out docs]`.
 
-Contenders of a row take turns, so that a noisy machine is noisy for all. Times are medians; ratios are medians of the
-ratios within a round. A turn walks over several KV caches, as a step walks over the layers of a model, so that every
-call finds its cache in main memory. Traffic counts codes, minima and scales of sealed pages. HACKKV_CPU_ISA chooses the
-instruction set; the report names rivals that lack it. The program asks for real-time priority, which needs root; the
-report says whether it was granted.
+Contenders of a row take turns, so that noise of the machine hits all of them. Times are medians; ratios are medians of
+the ratios within a round. A turn walks over several KV caches, as a step walks over the layers of a model, so that
+every call finds its cache in main memory. Traffic counts codes, minima and scales of sealed pages. HACKKV_CPU_ISA
+chooses the instruction set; the report names rivals that lack it. The program asks for real-time priority, which needs
+root; the report says whether it was granted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SDPA_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def own_backend(threads: int) -> CpuBackend:
-    """Ours, with the instruction set that nodes would use."""
+    """Our CPU backend, with the instruction set that nodes would use."""
     return CpuBackend(os.environ.get(ISA_VARIABLE) or None, threads)
 
 
@@ -70,7 +70,7 @@ def decode_row(backend: CpuBackend, tokens: int, batch: int, kv_heads: int, grou
         contenders["bf16"] = [partial(bf16.attend, FORMAT, each, spans, rows) for each in pools]
     if dequantize := rivals.get("dequantize"):
         contenders["dequantize"] = [partial(dequantize.attend, FORMAT, *call) for call in inputs]
-    sdpa_batch = 1 if batch * tokens > 2**18 else batch  # torch's time is proportional to the batch; memory is short
+    sdpa_batch = 1 if batch * tokens > 2**18 else batch  # saves memory; torch's time is proportional to the batch
     for dtype in SDPA_DTYPES:
         contenders.update(sdpa_decode(rows.q[:sdpa_batch], tokens, kv_heads, dtype))
     ms, ratios = race(contenders, rounds=7)
@@ -89,7 +89,7 @@ def hack_kernels(backend: CpuBackend, fmt: HackFormat) -> HackKernels:
 
 
 def bf16_pool(pool: Pool, num_pages: int, kv_heads: int) -> Pool:
-    """The open pages of `pool`, and random rows as the BF16 rival takes them."""
+    """A copy of `pool` whose sealed pages are random rows in the form of the BF16 rival."""
     (planes,) = zeroed_planes([RowFormat(D, PI)], num_pages, kv_heads)
     for plane in planes.values():
         plane.view(torch.bfloat16).normal_()
@@ -114,7 +114,7 @@ def decode_inputs(
 
 
 def sdpa_decode(q: Tensor, tokens: int, kv_heads: int, dtype: torch.dtype) -> dict[str, Calls]:
-    """Contiguous K and V, in two ways: a group of heads as rows of one query, and the usual `enable_gqa`."""
+    """torch's SDPA over contiguous K and V, in two ways: a group of heads as rows of one query, and `enable_gqa`."""
     batch, name = q.shape[0], str(dtype).removeprefix("torch.")
     as_rows, as_heads = q.view(batch, kv_heads, -1, D).to(dtype), q.view(batch, -1, 1, D).to(dtype)
     caches = [
@@ -130,7 +130,7 @@ def sdpa_decode(q: Tensor, tokens: int, kv_heads: int, dtype: torch.dtype) -> di
 
 
 def prefill_row(backend: CpuBackend, tokens: int, kv_heads: int, group: int) -> Row:
-    """A whole prompt, causal."""
+    """Attention of a whole prompt, causal."""
     k, v = (torch.randn(tokens, kv_heads, D).half() for _ in range(2))
     q = torch.randn(tokens, kv_heads * group, D)
     paged = [x.view(-1, PI, kv_heads, D).transpose(1, 2).contiguous() for x in (k, v)]
@@ -152,7 +152,7 @@ def prefill_row(backend: CpuBackend, tokens: int, kv_heads: int, group: int) -> 
 
 
 def fp16_rows(backend: CpuBackend, tokens: int, kv_heads: int, group: int, dtype: torch.dtype) -> list[Row]:
-    """What codec `fp16` computes, for a model of that dtype: its attention by C++ and by torch."""
+    """The attention of codec `fp16` for a model of this dtype, by C++ and by torch."""
     fmt, count = RowFormat(D, PI), tokens // PI
     kernels, reference = backend.kernels_for(fmt, RowReference), RowReference(fmt, CPU)
     k, v = (torch.randn(tokens, kv_heads, D).bfloat16().half() for _ in range(2))
@@ -184,7 +184,7 @@ def sdpa_prefill(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Callabl
 
 
 def page_rows(tokens: int, kv_heads: int) -> list[Row]:
-    """Seal, install and export on one core; GB/s of FP16 rows for seal, of packed planes for the others."""
+    """Seal, install and export on one core. Seal counts GB/s of FP16 rows, the others GB/s of packed planes."""
     backend = own_backend(threads=1)
     kernels = hack_kernels(backend, FORMAT)
     stochastic = hack_kernels(backend, HackFormat(D, PI, rounding=Rounding.STOCHASTIC))
@@ -207,14 +207,14 @@ def page_rows(tokens: int, kv_heads: int) -> list[Row]:
 
 
 def call_row(backend: CpuBackend) -> Row:
-    """The fixed price of one call: one short sequence, one KV head."""
+    """The fixed cost of one call: one short sequence, one KV head."""
     call = partial(hack_kernels(backend, FORMAT).attend, 0, *decode_inputs(backend, 1, 1, 1, 1))
     ms, _ = race({"hack": [call] * 20}, rounds=50)
     return Row("attn_decode call", "64 tokens, 1 head, batch 1", ms)
 
 
 def take_priority() -> bool:
-    """Real-time priority for this process and the threads that it will start; False where it is not allowed."""
+    """Set real-time priority for this process and the threads that it will start; False if that is not allowed."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except (AttributeError, PermissionError):
@@ -223,7 +223,7 @@ def take_priority() -> bool:
 
 
 def machine(backend: CpuBackend, limits: MachineLimits, priority: bool) -> dict[str, object]:
-    """What the numbers belong to."""
+    """The machine on which the numbers were measured."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {

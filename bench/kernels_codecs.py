@@ -36,7 +36,7 @@ from bench.row import Row
 
 D, PI, KV_HEADS, GROUP = 128, 64, 2, 4
 LEVELS: Final = {"rot-k4v4": (4, 4), "rot-k3v3": (3, 3), "rot-k3v2": (3, 2), "rot-k2v2": (2, 2)}
-"""Bits of K and V by preset."""
+"""Preset -> bits of K and of V."""
 BY_TOKEN: Final = HuffmanSide(Unit.TOKEN, 0.15, 2.875)
 FUSED: Final[dict[str, ReadFormat]] = {
     "fp8": FloatFormat(D, Element.E4M3, Scaling.PAGE, PI),
@@ -54,11 +54,11 @@ FUSED: Final[dict[str, ReadFormat]] = {
     "cachegen": GroupFormat(D, Grouping(4, D, centre=7), Grouping(4, D, centre=7), PI),
     "cachegen-eq86": GroupFormat(D, Grouping(4, D, centre=3), Grouping(4, D, centre=3), PI),
 }
-"""The formats of the rivals, whose values are read one by one. `cachegen` is that of most layers: 16 bins."""
+"""Formats of rivals whose values are read one by one. `cachegen` has the format of most layers, 16 bins."""
 
 
 def unfused(fmt: ReadFormat) -> ReadFormat:
-    """The same with pages that become FP16 rows first."""
+    """The format with pages that become FP16 rows before attention."""
     assert isinstance(fmt, FloatFormat | GroupFormat | NuqFormat | HuffmanFormat)
     return replace(fmt, fused=False)
 
@@ -68,12 +68,12 @@ READ: Final[dict[str, ReadFormat]] = {
     **FUSED,
     **{f"{name}-unfused": unfused(FUSED[name]) for name in STRAW},
 }
-"""With rivals as HACK's paper timed its own."""
+"""The formats of `FUSED`, and some of them unfused, as HACK's paper timed its rivals."""
 CPU = torch.device("cpu")
 
 
 def codecs(backend: CpuBackend, feedback: Feedback | None = None) -> dict[str, tuple[PageFormat, PageKernels]]:
-    """`hack`, levels, which have `feedback` in layer 0, exact rows and the rivals."""
+    """Name -> format and kernels of `hack`, levels, exact rows and rivals. Levels have `feedback` in layer 0."""
     hack: Callable[[HackFormat, torch.device], HackKernels] = HackReference
     definition: Callable[[LevelFormat, torch.device], LevelKernels] = LevelReference
     found: dict[str, tuple[PageFormat, PageKernels]] = {}
@@ -95,7 +95,7 @@ def codecs(backend: CpuBackend, feedback: Feedback | None = None) -> dict[str, t
 
 
 def some_tables(fmt: NuqFormat) -> NuqTables:
-    """Those of normal keys, as wide as they are in all channels."""
+    """Tables for normal keys with the same range in all channels."""
     k_poles, v_poles = (torch.tensor(normal_poles(bits)) for bits in (fmt.k_bits, fmt.v_bits))
     reach = torch.full((KV_HEADS, fmt.head_dim), 2.5)
     frequencies = 10000.0 ** -torch.linspace(0, 1, fmt.head_dim // 2)
@@ -103,7 +103,7 @@ def some_tables(fmt: NuqFormat) -> NuqTables:
 
 
 def read_definition(fmt: ReadFormat, device: torch.device) -> PageKernels:
-    """In torch."""
+    """The reference kernels of a rival's format, in torch."""
     if isinstance(fmt, FloatFormat):
         return FloatReference(fmt, device)
     if isinstance(fmt, NuqFormat):
@@ -116,15 +116,15 @@ def read_definition(fmt: ReadFormat, device: torch.device) -> PageKernels:
 def codec_rows(
     backend: CpuBackend, one_core: CpuBackend, tokens: tuple[int, int, int] = (16384, 8192, 4096)
 ) -> list[Row]:
-    """Decode after as many tokens, prefill of as many, and seals of as many on one core."""
+    """Rows of decode, prefill and seals; `tokens` are (context of decode, prompt, tokens to seal on one core)."""
     decode, prefill, sealed = tokens
     return [decode_row(backend, decode), prefill_row(backend, prefill), *seal_rows(one_core, sealed)]
 
 
 def decode_row(backend: CpuBackend, tokens: int) -> Row:
-    """One step over sealed random rows; GB/s of sealed pages."""
+    """One decode step over sealed random rows; GB/s count sealed pages."""
     contenders: dict[str, Calls] = {}
-    # Made once: large tensors that come and go between those that stay leave holes in the heap, gigabytes of them.
+    # k and v are made once: large tensors that come and go between lasting ones leave gigabytes of holes in the heap.
     k, v = (torch.randn(tokens // PI, KV_HEADS, PI, D).half() for _ in range(2))
     inputs = dict[str, list[tuple[Pool, Spans, Rows]]]()
     for name, (fmt, kernels) in codecs(backend).items():
@@ -137,7 +137,7 @@ def decode_row(backend: CpuBackend, tokens: int) -> Row:
 
 
 def prefill_row(backend: CpuBackend, tokens: int) -> Row:
-    """A whole prompt, causal; GB/s of sealed pages, each counted once."""
+    """A whole prompt, causal; GB/s count sealed pages, each once."""
     k, v = (torch.randn(tokens, KV_HEADS, D).half() for _ in range(2))
     q, zero, ids = torch.randn(tokens, KV_HEADS * GROUP, D), torch.tensor([0]), torch.arange(tokens // PI)
     paged = [x.view(-1, PI, KV_HEADS, D).transpose(1, 2).contiguous() for x in (k, v)]
@@ -151,7 +151,7 @@ def prefill_row(backend: CpuBackend, tokens: int) -> Row:
 
 
 def seal_rows(backend: CpuBackend, tokens: int) -> Iterator[Row]:
-    """GB/s of FP16 rows; those with feedback are of the codecs that have it."""
+    """Two rows of seals, in GB/s of FP16 rows: without feedback, and with it for the codecs that have it."""
     paged = [torch.randn(tokens // PI, KV_HEADS, PI, D).half() for _ in range(2)]
     ids = torch.arange(tokens // PI)
     for fed in (False, True):
@@ -167,19 +167,19 @@ def seal_rows(backend: CpuBackend, tokens: int) -> Iterator[Row]:
 
 
 def compared(what: str, backend: CpuBackend, tokens: int, contenders: dict[str, Calls], rounds: int) -> Row:
-    """A row of attention."""
+    """A row of attention: times, and GB/s of sealed pages."""
     ms, _ = race(contenders, rounds)
     speeds = {name: sealed_bytes(fmt, tokens) / (ms[name] * 1e6) for name, (fmt, _) in codecs(backend).items()}
     return Row(what, f"{tokens} tokens, {KV_HEADS}x{GROUP} heads", ms, speeds=speeds)
 
 
 def sealed_bytes(fmt: PageFormat, tokens: int) -> int:
-    """Of all KV heads."""
+    """Bytes of sealed pages for `tokens` tokens, over all KV heads."""
     return tokens // PI * KV_HEADS * fmt.page_bytes
 
 
 def decode_inputs(kernels: PageKernels, fmt: PageFormat, k: Tensor, v: Tensor) -> tuple[Pool, Spans, Rows]:
-    """A sequence of the pages k, v [pages, Hkv, Π, D], in no order, and a query."""
+    """A sequence of the pages k, v [pages, Hkv, Π, D] in random order, and a query."""
     pages, zero = len(k), torch.tensor([0])
     pool = new_pool(fmt, kernels, CPU, pages, 1, range(KV_HEADS))
     kernels.seal(0, pool, torch.arange(pages), torch.arange(pages) * PI, k, v)
@@ -190,6 +190,6 @@ def decode_inputs(kernels: PageKernels, fmt: PageFormat, k: Tensor, v: Tensor) -
 
 
 def random_feedback() -> Feedback:
-    """Its values do not change how long a seal takes."""
+    """Random feedback: its values do not change the time of a seal."""
     gains: Tensor = (torch.randn(KV_HEADS, D, D) / 8).triu(1)
     return Feedback(on_grid(gains), torch.rand(KV_HEADS, D) + 0.5)

@@ -1,4 +1,4 @@
-"""The machine's limits, of which the kernels' speed is a share."""
+"""The machine's limits, with which the kernels' speed is compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOT_ROUNDS = 1_000_000  # some milliseconds
 
 
 def read_bandwidth(threads: int) -> float:
-    """GB/s of reading half a GiB, best of several."""
+    """GB/s at which half a GiB is read, best of several."""
     words = torch.zeros(1 << 26, dtype=torch.int64).view(torch.uint64)
     best = float("inf")
     for _ in range(7):
@@ -25,7 +25,7 @@ def read_bandwidth(threads: int) -> float:
 
 
 def integer_dots(isa: str, threads: int) -> float:
-    """10^9 products of two bytes a second, best of several."""
+    """10^9 products of two bytes per second, best of several."""
     run_dots(isa, 1000, threads)
     best = 0.0
     for _ in range(15):
@@ -37,16 +37,16 @@ def integer_dots(isa: str, threads: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """What this machine can do at best, on the threads of the kernels."""
+    """The highest rates of this machine."""
 
     read_gb_per_s: float
     integer_dots: float
-    """10^9 products a second on all threads."""
+    """10^9 products per second on all threads of the kernels."""
     one_core_dots: float
-    """On one thread."""
+    """10^9 products per second on one thread."""
 
 
 def measure_limits(backend: CpuBackend) -> MachineLimits:
-    """Memory and vector units, each by the barest loop that uses it."""
+    """Measure memory and vector units, each by the simplest loop that uses it."""
     dots = (integer_dots(backend.isa, threads) for threads in (backend.threads, 1))
     return MachineLimits(read_bandwidth(backend.threads), *dots)

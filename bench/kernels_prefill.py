@@ -25,18 +25,18 @@ from bench.row import Row
 
 PI: Final = 64
 SHAPES: Final = ((64, 3, 3), (128, 2, 4))
-"""head_dim, KV heads, query heads of each: SmolLM2-135M's, and those of the other tables."""
+"""(head_dim, KV heads, query heads of each): those of SmolLM2-135M, and those of the other tables."""
 CODECS: Final[dict[str, tuple[Callable[[int], PageFormat], Callable[..., Any]]]] = {
     "rot-k3v2": (lambda d: LevelFormat(d, PI, 3, 2, Window(1, 2)), LevelReference),
     "hack": (lambda d: HackFormat(d, PI), HackReference),
     "fp16": (lambda d: RowFormat(d, PI), RowReference),
 }
 WHAT: Final = "prompt, "
-"""How the names of these rows begin; the codec follows."""
+"""Prefix of the names of these rows; the codec follows."""
 
 
 def isa_rows(tokens: int, threads: int) -> Iterator[Row]:
-    """A model in bfloat16. The rotation of codec `rot-k3v2` is not in it."""
+    """One row for each shape and codec, for a model in bfloat16. The rotation of codec `rot-k3v2` is not included."""
     zero, ids, cpu = torch.tensor([0]), torch.arange(tokens // PI), torch.device("cpu")
     spans = Spans(zero, zero + tokens, zero, ids[None], zero)
     for d, kv_heads, group in SHAPES:
@@ -59,7 +59,7 @@ def isa_rows(tokens: int, threads: int) -> Iterator[Row]:
 
 
 def isa_table(rows: list[Row]) -> list[str]:
-    """Lines of Markdown."""
+    """Lines of the table in Markdown."""
     if not rows:
         return []
     names = list(rows[0].ms)

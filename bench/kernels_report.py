@@ -1,4 +1,4 @@
-"""The section `cpu` of docs/performance.md: what `bench.kernels` measured, with the targets beside."""
+"""The section `cpu` of docs/performance.md: the measurements of `bench.kernels` beside their targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.sections import write_section
 
 PICTURE: Final = "performance-cpu.png"
 NOTES: Final = Path(__file__).with_name("kernels_notes.md")
-"""Notes that no run can produce: where the time goes, what was tried. Written by hand, part of the section."""
+"""Notes that no run can produce: where the time goes, and what was tried. Written by hand, part of the section."""
 
 
 def console_line(row: Row, missing: Sequence[str]) -> str:
@@ -39,7 +39,7 @@ def console_line(row: Row, missing: Sequence[str]) -> str:
 
 
 def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) -> None:
-    """Table, record and picture. Ratios say how many times faster `hack` is within the same rounds."""
+    """Write table, record and picture. Ratios say how many times faster `hack` is within the same rounds."""
     decode = [row for row in rows if row.what == "attn_decode"]
     prefill = [row for row in rows if row.what == "attn_prefill"]
     fp16 = [row for row in rows if row.what.startswith("codec fp16")]
@@ -95,14 +95,14 @@ def describe(machine: dict[str, object]) -> str:
 
 
 def decode_line(row: Row) -> str:
-    """One shape of decode."""
+    """The table's line for one shape of decode."""
     shares = ("" if share is None else f"{share:.0%}" for share in (row.of_read_bandwidth, row.of_integer_dots))
     ours = (f"{row.ms['hack']:.2f}", *shares, *(ratio(row, name, 1) for name in ("bf16", "dequantize")))
     return "| " + " | ".join((row.shape, *ours, best(row, ", rows"), best(row, ", gqa"))) + " |"
 
 
 def ratio(row: Row, rival: str, digits: int) -> str:
-    """How many times faster we are than a rival, or that this processor does not have it."""
+    """How many times faster we are than a rival, or a note that this processor does not run the rival."""
     return f"{row.ratios[rival]:.{digits}f}×" if rival in row.ratios else "not on this processor"
 
 
@@ -115,17 +115,17 @@ def best(row: Row, suffix: str) -> str:
 
 
 def speed(row: Row) -> str:
-    """GB/s, where the row has them."""
+    """GB/s of the row; empty if it has none."""
     return "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}"
 
 
 def speed_of(row: Row, name: str) -> str:
-    """GB/s and milliseconds of a contender, where the row has it."""
+    """GB/s and milliseconds of a contender; empty if the row does not have it."""
     return f"{row.speeds[name]:.2f} ({row.ms[name]:.2f})" if name in row.speeds else ""
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Milliseconds of every contender, one panel per shape."""
+    """Draw milliseconds of every contender, one panel per shape."""
     figure = Figure(figsize=(3.0 * len(rows), 2.6), layout="constrained")
     FigureCanvasAgg(figure)
     for i, row in enumerate(rows):

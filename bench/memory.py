@@ -1,18 +1,18 @@
 """`python -m bench.memory [MODEL] [--codec NAME] [--dtype NAME] [--weights W]`: memory of a cluster and of one process.
 
-*PSS* is resident memory. A page that n processes map counts 1/n in each, so the sum over processes is what the machine
-holds. A file that other programs map too counts less here. So this process loads no library that it measures, and says
-how many other processes map them. *Anonymous* pages belong to no file, and do not depend on what else runs. Two things
-are measured, one after the other, each after the same few requests:
+*PSS* is resident memory. A page that n processes map counts 1/n in each, so the sum over processes is the memory that
+they take together. A file that other programs map too counts less here. So this process loads no library that it
+measures, and says how many other processes map these files. *Anonymous* pages belong to no file, and do not depend on
+what else runs. Two things are measured, one after the other, each after the same few requests:
 
-- one process that loads the model and answers alone (`bench.alone`). It is measured then, and again after it has given
-  back freed memory and start-up code, as the processes of a cluster do, and has answered once more;
+- one process that loads the model and answers alone (`bench.alone`). It is measured after that, and again after it has
+  given back freed memory and start-up code, as the processes of a cluster do, and has answered once more;
 - `hackkv serve MODEL`, 2 prefill and 2 decode nodes: every node, the router, and the command itself.
 
-The one process runs once before, unmeasured. The first load on a machine converts the model and times products
+This process runs once before, unmeasured. The first load on a machine converts the model and times products
 (`hackkv/model/products.py`), which leaves memory in the heap. A later load reads the stored results.
 
-Weights are the pages of a mapped safetensors file. A model in Hugging Face's form is copied at load: then its weights
+Weights are the pages of a mapped safetensors file. A model in Hugging Face's form is copied at load. Then its weights
 count as own memory, which the nodes of `hackkv serve` share, since they are forked from one process that loaded it.
 """
 
@@ -43,10 +43,10 @@ PROMPT: Final = 200
 NEW_TOKENS: Final = 8
 TIMEOUT_S: Final = 300.0
 PAUSE_S: Final = 5.0
-"""Seconds between the last answer and the look: idle processes give memory back."""
+"""Seconds between the last answer and the measurement: idle processes give memory back."""
 TARGET: Final = 1.6
 SHARED: Final = ("libtorch_cpu.so", ".safetensors")
-"""How the names of the largest files end: who maps the library maps the others, too."""
+"""Endings of the names of the largest files. A process that maps the library maps its other files too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class Held:
 
     @property
     def own(self) -> int:
-        """What is not weights in a mapped file: Python, torch, KV, copies of weights."""
+        """Memory other than mapped weights: Python, torch, KV, copies of weights."""
         return self.total - self.weights
 
 
 def held(name: str, pid: int) -> Held:
-    """What the process `pid` holds now. Raises psutil's errors."""
+    """The memory of process `pid` now. Raises psutil's errors."""
     process = psutil.Process(pid)
     weights = sum(area.pss for area in process.memory_maps() if area.path.endswith(".safetensors"))
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
@@ -76,12 +76,12 @@ def held(name: str, pid: int) -> Held:
 
 
 def prompt(seed: int) -> list[int]:
-    """A prompt of its own for each request: one that a node holds would draw all of them to that node."""
+    """A prompt that differs by request: requests with equal prompts would all go to the node that holds it."""
     return list(range(3 + seed, 3 + seed + PROMPT))
 
 
 def alone(options: argparse.Namespace) -> list[Held]:
-    """One process that loads the model and answers (`bench.alone`): as it is, then with memory given back."""
+    """One process that loads the model and answers (`bench.alone`): before and after it gives memory back."""
     command = [sys.executable, "-m", "bench.alone", options.model, options.codec, options.dtype, options.weights]
     subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
     looks = []
@@ -99,7 +99,7 @@ def alone(options: argparse.Namespace) -> list[Held]:
 
 
 def cluster(options: argparse.Namespace) -> tuple[list[Held], int]:
-    """The processes of `hackkv serve`, after it answered the requests, and how many others map their files.
+    """The processes of `hackkv serve` after it answered the requests, and how many other processes map their files.
 
     The command itself comes first.
     """
@@ -115,8 +115,8 @@ def cluster(options: argparse.Namespace) -> tuple[list[Held], int]:
 
 
 def strangers(known: Iterable[int]) -> int:
-    """How many processes but the `known` map a file of `SHARED` that those map, of those that may be asked. A copy in
-    another environment or cache is another file."""
+    """How many processes other than `known` map a file of `SHARED` that the known ones map. Processes whose maps are
+    not readable are left out. A copy in another environment or cache is another file."""
     mapped: dict[int, set[str]] = {}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
@@ -127,7 +127,7 @@ def strangers(known: Iterable[int]) -> int:
 
 
 def _told(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the cluster answers to GET, or to POST with a body. Raises `URLError`."""
+    """The cluster's answer to GET, or to POST if there is a body. Raises `URLError`."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:

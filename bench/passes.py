@@ -17,23 +17,23 @@ GREEDY = Sampling(seed=0, max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 class Passes:
-    """Runs on one `ModelRunner`; sequence i has slot i and `pages` pages of its own. What it runs has ended when it
+    """Runs on one `ModelRunner`. Sequence i has slot i and `pages` pages of its own. A run has ended when its function
     returns, on a GPU too."""
 
     def __init__(self, runner: ModelRunner, pages: int) -> None:
         self._runner, self._pages = runner, pages
 
     def fill(self, sequences: int, rows: int) -> None:
-        """Give sequences their first rows."""
+        """Give sequences 0 to `sequences` - 1 their first `rows` rows."""
         for slot in range(sequences):
             self._forward([self._span(slot, 0, rows)])
 
     def a_pass(self, start: int, count: int) -> Callable[[], None]:
-        """A chunk of one prompt, behind `start` rows that are there."""
+        """A function that computes `count` tokens of one prompt after its first `start` rows."""
         return lambda: self._forward([self._span(0, start, count)])
 
     def a_step(self, batch: int, context: int) -> Callable[[], None]:
-        """A token for each of `batch` sequences."""
+        """A function that computes a token for each of `batch` sequences with `context` rows."""
         spans, model = [self._span(slot, context - 1, 1) for slot in range(batch)], self._runner.model
 
         def step() -> None:
@@ -54,7 +54,7 @@ class Passes:
 
 
 def median_s(run: Callable[[], None], repeats: int, least_s: float = 0.0) -> float:
-    """Median seconds of so many runs, and of as many more as `least_s` has room for, after one that warms up."""
+    """Median seconds of a run, after one that warms up: of `repeats` runs, or of more until they sum to `least_s`."""
     run()
     times: list[float] = []
     while len(times) < repeats or sum(times) < least_s:

@@ -2,8 +2,8 @@
 
 Prompts begin with one of `--prefixes` common beginnings, drawn at random, and end differently. Four nodes serve the
 same prompts, one at a time: two codecs, each with and without prefix reuse. All nodes have the same bytes of page pool
-and host memory. Memory does not hold all beginnings, so those used least recently are dropped before they are needed
-again. Nodes take turns with every prompt, so ratios of times hold also on a busy machine.
+and host memory. Memory does not hold all beginnings, so the least recently used ones are dropped before they are needed
+again. Nodes take turns with every prompt, so ratios of times hold on a busy machine too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SUFFIX_TOKENS = 40
 
 @dataclass(slots=True)
 class Node:
-    """One prefill node, and what its prompts took."""
+    """One prefill node, and the times of its prompts."""
 
     codec: str
     reuse: bool
@@ -46,7 +46,7 @@ class Node:
     cached_tokens: list[int] = field(default_factory=list)
 
     async def serve(self, name: str, ids: tuple[int, ...]) -> None:
-        """Run a prompt that ends with its first token."""
+        """Compute a prompt up to its first token, and record its time."""
         request = Request(name, ids, Sampling(seed=0, max_tokens=1, temperature=0.0))
         began = perf_counter()
         async with closing(self.service.prefill(PrefillJob(request, name, 0, handoff=False))) as events:
@@ -57,7 +57,7 @@ class Node:
 
 
 def make_node(model: str, codec: str, *, reuse: bool, kv_bytes: int, host_bytes: int) -> Node:
-    """A prefill node in this process."""
+    """Make a prefill node in this process."""
     worker = load_worker(ModelConfig(path=model, dtype="float32", threads=1), CodecConfig(name=codec))
     service = PrefillService(
         NodeIdentity(codec, codec, "1"),
@@ -70,7 +70,7 @@ def make_node(model: str, codec: str, *, reuse: bool, kv_bytes: int, host_bytes:
 
 
 def token_ids(seed: int, count: int) -> tuple[int, ...]:
-    """Random token ids of the tiny vocabulary, no special ones."""
+    """Random ids of the tiny vocabulary, without special tokens."""
     return tuple(random.Random(seed).choices(range(3, 500), k=count))
 
 
@@ -104,7 +104,7 @@ async def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 async def describe(node: Node, options: argparse.Namespace, memory_bytes: int) -> dict[str, Any]:
-    """One node's row: what its memory holds, how often prompts found it there, and how long prompts took."""
+    """The row of one node: prefixes in its memory, how often prompts found them, and times of prompts."""
     info = await node.service.describe()
     stats = dict(info.stats)
     prefix_pages = options.prefix_tokens // info.page_tokens
@@ -131,7 +131,7 @@ def ratio(nodes: Sequence[Node], one: tuple[str, bool], other: tuple[str, bool],
 
 
 def mean_ms(seconds: Sequence[float]) -> float | None:
-    """Mean in milliseconds."""
+    """Mean in milliseconds; None without values."""
     return 1e3 * statistics.fmean(seconds) if seconds else None
 
 

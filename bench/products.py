@@ -1,9 +1,9 @@
 """Matrix products of a model, ours beside the library's: `python -m bench.products [--threads N] [--out docs]`.
 
-Shapes are those of the shipped model and of SmolLM2-135M; rows are a decode step's and a prefill pass's. Each pair is
-measured alternately in one run; the median counts. Packed weights have two rivals: the library with weights that are
-unpacked for each call, and torch's own packed products, whose forms are others (codes of 8 bits with one scale for a
-row of the weight, of 4 bits in groups of 32 with BF16 scales) and which only multiply.
+Shapes are those of the shipped model and of SmolLM2-135M; rows are those of a decode step and of a prefill pass. Each
+pair is measured alternately in one run, and the median counts. Packed weights have two rivals: the library with weights
+that are unpacked for each call, and torch's own packed products. The latter have other forms (codes of 8 bits with one
+scale per row of the weight, of 4 bits in groups of 32 with BF16 scales), and they only multiply.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEAD: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a weight rests and rows are given."""
+    """The stored form of a weight, and the dtype of rows."""
 
     dtype: torch.dtype
     bits: int | None = None
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def bf16_unit() -> str:
-    """What multiplies in BF16 on this processor: each has a section of its own."""
+    """The unit that multiplies in BF16 on this processor. Each unit has a section of its own."""
     present = torch.cpu.get_capabilities()
     return next((unit for unit in ("amx_bf16", "avx512_bf16") if present.get(unit)), "fp32").replace("_", "-")
 

@@ -1,4 +1,4 @@
-"""Contenders that take turns, so that a noisy machine is noisy for all."""
+"""Contenders that take turns, so that noise of the machine hits all of them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import statistics
 from collections.abc import Callable, Sequence
 from time import perf_counter, sleep
 
-SETTLE_S = 0.01  # torch's OpenMP threads spin for milliseconds after their work, on the cores of the next contender
-COLD_BYTES = 128 * 2**20  # a turn's caches together: several times the last-level cache
+SETTLE_S = 0.01  # after their work, torch's OpenMP threads spin for milliseconds on the next contender's cores
+COLD_BYTES = 128 * 2**20  # size of a turn's caches together: several times the last-level cache
 
 Calls = Sequence[Callable[[], object]]
-"""What one contender does in a turn: the same call over one KV cache after another."""
+"""The calls of one contender in a turn: the same call over one KV cache after another."""
 
 
 def race(contenders: dict[str, Calls], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds of a call of each contender, and the median of every other one's time over that of `hack`."""
+    """Median milliseconds per call of each contender, and medians of the others' times over that of `hack`."""
     for calls in contenders.values():
         calls[0]()
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, calls in contenders.items():
             sleep(SETTLE_S)
-            calls[-1]()  # after the pause this warms code, tables and threads, and leaves the first cache cold
+            calls[-1]()  # warms code, tables and threads after the pause, and leaves the first cache cold
             began = perf_counter()
             for call in calls:
                 call()
@@ -36,5 +36,5 @@ def race(contenders: dict[str, Calls], rounds: int) -> tuple[dict[str, float], d
 
 
 def copies(num_bytes: int) -> int:
-    """How many KV caches of this size a turn walks over."""
+    """The number of KV caches of this size over which a turn walks."""
     return -(-COLD_BYTES // num_bytes)

@@ -1,9 +1,9 @@
 """`python -m bench.ratio [--out docs]`: does the planner find the best ratio of prefill to decode replicas?
 
-So many equal machines are split between the roles in every possible way, and the simulator bisects what each split
-serves within the objective (its goodput). The planner gets a budget for as many machines and the same kinds to choose
-from. It may lose 5% of the best split's goodput; the exit code is 1 if it loses more. `--out` writes the table into
-plan.md.
+A number of equal machines is split between the roles in every possible way. For each split, the simulator finds by
+bisection the rate that it serves within the objective (its goodput). The planner gets a budget for as many machines of
+the same kind. Its split may lose 5% of the best split's goodput; the exit code is 1 if it loses more. `--out` writes
+the table into plan.md.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MOST_LOST: Final = 0.05
 INSTANCE: Final = "p4de.24xlarge"
 _TP: Final = 1
 _HALVINGS: Final = 8
-"""Of the rates from 0 to twice the planner's: steps of less than 1%."""
+"""Bisections of the range from 0 to twice the planner's rate: steps of less than 1%."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A load with its objective, and how KV travels."""
+    """A load with its objective, and the codec and link of its KV."""
 
     load: Load
     slo: str
@@ -51,13 +51,13 @@ QUESTIONS: Final[Mapping[str, Question]] = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The goodput of every split, and the planner's."""
+    """The goodput of every split, the planner's split, and the planner's rate."""
 
     grid: dict[tuple[int, int], float]
     """(prefill, decode) -> requests/s; 0 if the objective cannot be kept."""
     planned: tuple[int, int]
     rate: float
-    """What the planner says that its split serves."""
+    """Requests per second of the split, as the planner says."""
 
     @property
     def best(self) -> tuple[int, int]:
@@ -66,12 +66,12 @@ class Found:
 
     @property
     def lost(self) -> float:
-        """Share of the best split's goodput that the planner's split does not serve, by the grid."""
+        """Share of the best split's goodput that the planner's split loses, by the grid."""
         return 1 - self.grid[self.planned] / self.grid[self.best]
 
 
 def spec_of(question: Question) -> Spec:
-    """One kind of machine, so that only the ratio is left to choose."""
+    """A specification with one kind of machine, so that only the ratio is left to choose."""
     pool = ReplicaPool(instance=INSTANCE, replicas=1, tp=_TP)
     choices = Choices(tp=(_TP,), pp=(1,), codecs=(Codec(name=question.codec),), aggregated=False)
     network = NetworkSpec(link_gbit_s=question.link_gbit_s)
@@ -79,7 +79,7 @@ def spec_of(question: Question) -> Spec:
 
 
 def answer(question: Question, replicas: int, seed: int) -> Found:
-    """Plan, then try every split of so many replicas."""
+    """Plan, then try every split of `replicas` replicas."""
     spec = spec_of(question)
     demand = demand_of(spec, 1.0, parse(question.slo))
     budget = replicas * spec.usd_of(spec.decode[0])
@@ -90,7 +90,7 @@ def answer(question: Question, replicas: int, seed: int) -> Found:
 
 
 def goodput(spec: Spec, planned: Trial, demand: ServiceTarget, split: tuple[int, int], seed: int) -> float:
-    """Requests/s that a split serves within the objective."""
+    """Requests per second that a split serves within the objective."""
     codec = planned.candidate.codec
     sides = [
         Part(Rig(spec, pools[0], codec), float(count), "", float(count))
@@ -107,7 +107,7 @@ def _split(candidate: ClusterCandidate) -> tuple[int, int]:
 
 
 def lines(found: Mapping[str, Found], command: str) -> Iterator[str]:
-    """The section of plan.md."""
+    """The lines of the section of plan.md."""
     yield f"`{command}`"
     yield ""
     rows = [

@@ -1,8 +1,8 @@
-"""What pages of `kvcomp` take of their room: `python -m bench.rooms smollm2`.
+"""How much of their room the pages of `kvcomp` take: `python -m bench.rooms smollm2`.
 
-The model reads text that none of its losses is measured on. Its rows are sealed in pages of each unit, by the format's
-definition. Bits are those of a code in the slices of a page; a page that needs more than its room has a larger step
-than it was to have. Beside them stands what the published form takes: one book for each layer, made of all of its
+The model reads text on which none of its losses is measured. Its rows are sealed in pages of each unit, by the format's
+definition. Bits are those of a code in the slices of a page. A page that needs more than its room has a larger step
+than its unit says. The last column has the bits of the published form: one book for each layer, made of all of its
 codes.
 """
 
@@ -25,7 +25,7 @@ from measure.calibrate.moments import read
 from measure.calibrate.windows import windows_of
 
 ROWS = (("k", Unit.BLOCK, 0.05), ("k", Unit.CHANNEL, 0.25), ("v", Unit.TOKEN, 0.15), ("v", Unit.TOKEN, 0.2))
-"""K or V, and what shares a step which is that share of its range."""
+"""(K or V, unit of values that share a step, step as a share of their range)"""
 PAGE = 64
 CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def pages_of(model: str, tokens: int) -> dict[str, list[Tensor]]:
-    """K and V of the whole pages of a text, [pages, Hkv, Π, D] FP16, by layer."""
+    """K and V of the whole pages of a text, by layer: [pages, Hkv, Π, D] FP16."""
     folder = find_model(model, "float32")
     worker = load_worker(ModelConfig(path=str(folder.path), dtype="float32", threads=1), CodecConfig(name="fp16"))
     layers = range(worker.layout.num_layers)
@@ -73,7 +73,7 @@ def pages_of(model: str, tokens: int) -> dict[str, list[Tensor]]:
 
 
 def taken(fmt: HuffmanFormat, name: str, pages: Tensor) -> tuple[Tensor, float]:
-    """Bits of a code in each page, and the share of pages whose step is larger than ρ says."""
+    """Bits of a code in each page, and the share of pages whose step is larger than the scale ρ says."""
     kernels, side, bits, larger = HuffmanReference(fmt, CPU), fmt.side(name), list[Tensor](), 0
     for part in pages.split(256):
         planes: Planes = kernels.quantize(name, part)
@@ -84,7 +84,7 @@ def taken(fmt: HuffmanFormat, name: str, pages: Tensor) -> tuple[Tensor, float]:
 
 
 def bits_of_one_book(fmt: HuffmanFormat, name: str, pages: Tensor) -> float:
-    """Bits of a code of the pages of a layer, by a book that follows from them."""
+    """Bits of a code in a layer's pages, with one book made from these pages."""
     side, x = fmt.side(name), pages.float()
     step, first = steps(x, side.unit, side.rungs[0])
     seen = (torch.round(x / step) - first).long().flatten().bincount(minlength=side.symbols)

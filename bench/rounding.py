@@ -1,10 +1,10 @@
-"""`python -m bench.rounding smollm2 [--out docs]`: what it costs that rows which meet packed weights are rounded.
+"""`python -m bench.rounding smollm2 [--out docs]`: the cost of rounding the rows that packed weights multiply.
 
-The same weights multiply rows in five ways: in FP32 throughout, which is exact; as rows come, in BF16, with the weights
-as numbers for the library; by our kernels, which round blocks to two bytes or to one; rounded to two bytes throughout;
-and rounded to one, as llama.cpp does it.
-Attention is exact. The text is the held-out one of `hackkv eval`: beginnings of its longest documents. KL is from the
-exact predictions.
+The same weights multiply rows in five ways: in FP32 throughout, which is exact; in BF16, with rows as they come and
+weights unpacked for the library; by our kernels, which round blocks to two bytes or to one; with all blocks rounded to
+two bytes; and with all blocks rounded to one byte, as in llama.cpp.
+Attention is exact. The text is the held-out text of `hackkv eval`: beginnings of its longest documents. KL is taken
+from the exact predictions.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from measure.tasks import Ids, join
 
 TOKENS: Final = 1024
 BLOCK: Final = 128
-"""Scores are means over so many tokens, of which the bootstrap draws."""
+"""Scores are means over so many tokens; the bootstrap draws these means."""
 HEAD: Final = "| rows | perplexity | beside exact | KL from exact, nats | first choices kept |"
 
 
 class Unrounded(Rowwise):
-    """The library, with weights as numbers of the rows' dtype."""
+    """The library's products, with weights unpacked to the rows' dtype."""
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """Unpacks for each call."""
+        """Multiply with weights that are unpacked for each call."""
         return F.linear(x, as_numbers(weight).to(x.dtype), bias)
 
 
 class Rounded(Rowwise):
-    """Every block of a row rounded alike, by the definition: its largest value becomes `levels`."""
+    """Products with every block of a row rounded alike, by the definition: its largest value becomes `levels`."""
 
     def __init__(self, levels: int) -> None:
         self._levels = float(levels)
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """Rows that meet numbers stay as they are."""
+        """Multiply. Rows are rounded only if the weights are packed."""
         if not isinstance(weight, BlockWeight):
             return super().product(x, weight, bias)
         bias = None if bias is None else bias.float()
@@ -72,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     config = ModelConfig(
         path=args.model, dtype="bfloat16", weights=args.weights, threads=args.threads, batch_invariant=True
-    )  # our kernels multiply any number of rows, which is what is measured
+    )  # batch_invariant makes our kernels, which are measured, multiply any number of rows
     subject, began = load_subject(config), load_note()
     model = subject.worker.model
     if not model.weights.packed_bits:
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def table(model: Llama, windows: list[Ids]) -> Iterator[str]:
-    """A line for each way."""
+    """A line of the table for each way."""
     exact = Llama(model.spec, _in_float32(model.weights), kernels=Unrounded())
     ways = {
         "in FP32, exact": exact,
@@ -121,7 +121,7 @@ def predictions(model: Llama, window: Ids) -> Tensor:
 
 
 def scored(found: Tensor, wanted: Tensor, window: Ids) -> list[Tensor]:
-    """Of each block of tokens that have a successor [3]: nats a token, KL and share of first choices kept."""
+    """Scores [3] of each block of tokens that have a successor: nats per token, KL, share of first choices kept."""
     nats = -found[:-1].gather(1, torch.from_numpy(window[1:])[:, None])[:, 0]
     kl = F.kl_div(found, wanted, log_target=True, reduction="none").sum(-1)[:-1]
     kept = (found.argmax(-1) == wanted.argmax(-1)).float()[:-1]
@@ -129,7 +129,7 @@ def scored(found: Tensor, wanted: Tensor, window: Ids) -> list[Tensor]:
 
 
 def _in_float32(value: Any) -> Any:
-    """Tensors and packed weights of a tree of dataclasses as FP32."""
+    """A tree of dataclasses with its tensors and packed weights as FP32."""
     if isinstance(value, tuple):
         return tuple(map(_in_float32, value))
     if isinstance(value, Tensor):

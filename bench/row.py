@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`ms` are medians by contender; `ratios` say how many times faster `hack` is."""
+    """One line. `ms` are medians by contender; `ratios` say how many times faster `hack` is."""
 
     what: str
     shape: str
@@ -16,6 +16,6 @@ class Row:
     gb_per_s: float | None = None
     of_read_bandwidth: float | None = None
     of_integer_dots: float | None = None
-    """Share of the products that the same threads make in a bare loop of integer dots."""
+    """Share of the products that the same threads reach in a bare loop of integer dots."""
     speeds: dict[str, float] = field(default_factory=dict)
-    """GB/s of every contender, where they move different bytes."""
+    """GB/s of every contender, if they move different bytes."""

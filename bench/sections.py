@@ -1,4 +1,4 @@
-"""Named sections of a page of `docs/` and of the record beside it: each bench rewrites its own, the others stay."""
+"""Named sections of a page of `docs/` and of the record beside it. Each bench rewrites its own; the others stay."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ TITLE = "# {}\n\nEvery section is written by the command that it names, on the m
 
 
 def write_section(folder: Path, name: str, text: str, data: object, page: str = "performance") -> None:
-    """Put `text` between the marks of section `name` of `page`.md, and `data`, unless it is None, under that key of
-    `page`.json."""
+    """Write `text` between the marks of section `name` of `page`.md, and `data` under that key of `page`.json. Data of
+    None leaves the record unchanged."""
     markdown, record = folder / f"{page}.md", folder / f"{page}.json"
     before = markdown.read_text() if markdown.exists() else TITLE.format(page.capitalize())
     section = f"<!-- {name} -->\n{text.strip()}\n<!-- /{name} -->\n"
@@ -23,7 +23,7 @@ def write_section(folder: Path, name: str, text: str, data: object, page: str = 
 
 
 def read_section(folder: Path, name: str, page: str = "performance") -> Any:
-    """What `write_section` put under `name`; None if it never did."""
+    """The data that `write_section` wrote under `name`; None if there is none."""
     return _read(folder / f"{page}.json").get(name)
 
 

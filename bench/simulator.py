@@ -1,7 +1,7 @@
 """`python -m bench.simulator`: how fast the simulator is, and how much memory it takes.
 
-A million requests on 1,000 replicas, half of them for prefill, with 16 routers: the live schedulers plan every step.
-Each router is simulated by itself, in as many processes as there are cores. The target is 60 s and 4 GB.
+A million requests run on 1,000 replicas, half of them for prefill, with 16 routers; the live schedulers plan every
+step. Each router is simulated by itself, in as many processes as there are cores. The target is 60 s and 4 GB.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     spec = fleet(args.requests, args.replicas, args.rate, args.shape)
     arrivals = synthetic(spec.load, 0)
-    gc.freeze()  # a million arrivals that stay need not be looked at again and again
+    gc.freeze()  # the collector need not scan a million lasting arrivals again and again
     began = perf_counter()
     record = simulate(spec, arrivals, Options(), args.processes)
     seconds = perf_counter() - began
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    memory_gb = (used[0].ru_maxrss + args.processes * used[1].ru_maxrss) / 1e6  # of the children, the largest is known
+    memory_gb = (used[0].ru_maxrss + args.processes * used[1].ru_maxrss) / 1e6  # ru_maxrss: the largest of the children
     computed_s = sum(each.ru_utime + each.ru_stime for each in used)
     steps, events = sum(tally.steps for tally in record.decodes), record.counts.total()
     print(

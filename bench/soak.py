@@ -48,7 +48,7 @@ DEFAULTS = {"stages": (500, 8, _stages), "disconnects": (1000, 16, _disconnects)
 
 
 def main() -> int:
-    """Run one soak; the exit code says whether what it proves holds."""
+    """Run one soak. The exit code is 0 if its result holds."""
     parser = argparse.ArgumentParser("python -m bench.soak", description=__doc__)
     parser.add_argument("what", choices=tuple(DEFAULTS))
     parser.add_argument("--requests", type=int, default=0, help="default: 500 for stages, 1000 for disconnects")

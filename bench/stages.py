@@ -36,12 +36,12 @@ ENDED = "hackkv_requests_total"
 BACKGROUND_TOKENS = 2000
 SETTLE_S = 30.0
 SETTLE_FIRST_S = 0.1
-"""Pause before metrics are read: rendering takes the router milliseconds, and would delay noticing the abort."""
+"""Pause before metrics are read. Rendering takes the router milliseconds, and would delay noticing the abort."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One request: what kind it was, and its two times."""
+    """One request: its kind and its two times."""
 
     kind: str
     client_s: float
@@ -54,7 +54,7 @@ class Timed:
 
     @property
     def within(self) -> bool:
-        """Whether both times agree."""
+        """Whether the two times agree."""
         return abs(self.error_s) <= max(RELATIVE * self.client_s, ABSOLUTE_S)
 
 
@@ -63,7 +63,7 @@ async def measure(cluster: LocalCluster, requests: int, concurrency: int, seed: 
     rng, url = random.Random(seed), cluster.url
     aborted = round(requests * ABORTED_SHARE)
     with _steady(cluster), Progress(console=console, transient=True) as progress:
-        await _finished(url, concurrency, concurrency, rng, lambda: None)  # the nodes get to know each other
+        await _finished(url, concurrency, concurrency, rng, lambda: None)  # opens the connections between nodes
         task = progress.add_task("requests", total=requests)
         finished = await _finished(url, requests - aborted, concurrency, rng, lambda: progress.advance(task))
         return finished + await _aborted(url, aborted, concurrency, rng, lambda: progress.advance(task))
@@ -71,9 +71,9 @@ async def measure(cluster: LocalCluster, requests: int, concurrency: int, seed: 
 
 @contextlib.contextmanager
 def _steady(cluster: LocalCluster) -> Iterator[None]:
-    """Keep waits for a core out of the measurement, where the process may (`CAP_SYS_NICE`).
+    """Keep waits for a core out of the measurement, if the process may (`CAP_SYS_NICE`).
 
-    Neither this process nor the router may wait for a core when it reads its clock, and this one may not pause to
+    Neither this process nor the router may wait for a core when it reads its clock, and this process may not pause to
     collect garbage. On a machine with more work than cores such waits would show as time that no stage accounts for.
     """
     gc.freeze()
@@ -117,7 +117,7 @@ async def _finished(
 
     async def work() -> None:
         async with Connection.to(url) as connection:
-            await connection.ask("GET", "/live")  # the connection is warm before it is timed
+            await connection.ask("GET", "/live")  # warms the connection before it is timed
             while jobs:
                 kind, path, body = jobs.pop()
                 timed.append(await _time_one(connection, kind, path, body))
@@ -163,7 +163,7 @@ def _job(rng: random.Random) -> tuple[str, str, dict[str, Any]]:
 
 
 def prompt(rng: random.Random, tokens: int) -> list[int]:
-    """Random token ids of the tiny model, none of them special."""
+    """Random ids of the tiny model, without special tokens."""
     return [rng.randrange(3, 300) for _ in range(tokens)]
 
 
@@ -184,7 +184,7 @@ async def _aborted(
 
 
 async def _time_aborted(url: str, rng: random.Random) -> Timed | None:
-    """Abort one request. None if another request ended meanwhile: the difference then holds the stages of both."""
+    """Abort one request. None if another request ended meanwhile: then the difference holds the stages of both."""
     kind, body, abort = rng.choice(
         (
             ("aborted before headers", _abortable(rng, 300, stream=False), _wait(rng.uniform(0.02, 0.3))),

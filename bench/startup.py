@@ -1,9 +1,9 @@
 """`python -m bench.startup [MODEL] [--repeat N] [--cold]`: how long a person waits for `hackkv`, and for its end.
 
-Wall seconds, best and median of N: `hackkv --version`, `hackkv --help`, `hackkv serve MODEL` until its address is
-printed (then every node is registered), and from Ctrl-C, at a random moment of the start, to the end of all processes.
-Processor seconds stand beside: on a busy machine they say what a quiet one would take. With --cold every start has an
-empty cache, so that the canary measures what the codec costs, and a GGUF file is converted.
+The table has wall seconds, best and median of N: of `hackkv --version`, of `hackkv --help`, of `hackkv serve MODEL`
+until its address is printed (then every node is registered), and from Ctrl-C, at a random moment of the start, to the
+end of all processes. Processor seconds are shown too: they are the time that a quiet machine would take. With --cold
+every start has an empty cache, so that the canary measures the codec's cost, and a GGUF file is converted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMEOUT_S: Final = 300.0
 INTERRUPTED: Final = 130
 HACKKV: Final = str(Path(sys.executable).with_name("hackkv"))
 TARGETS: Final = {"--version": 0.3, "--help": 0.3, "": 4.0, "smollm2": 6.0}
-"""Option or model -> seconds on two quiet cores."""
+"""Option or model -> target in seconds on two quiet cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Took:
 
     wall: float
     cpu: float
-    """Of all processes that have ended in it."""
+    """Seconds of processor time of all processes that ended during the measurement."""
 
 
 def timed(work: Callable[[], float]) -> Took:
-    """Call `work`, which returns wall seconds."""
+    """Measure `work`, which returns its wall seconds."""
     before = _cpu()
     wall = work()
     return Took(wall, _cpu() - before)
@@ -64,7 +64,7 @@ def told(option: str) -> float:
 
 
 def ready(model: str, environment: dict[str, str]) -> float:
-    """Seconds until `hackkv serve MODEL` serves; it is stopped then."""
+    """Seconds until `hackkv serve MODEL` serves. It is stopped after that."""
     began = perf_counter()
     with _serve(model, environment) as process:
         assert process.stdout is not None

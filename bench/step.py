@@ -1,16 +1,16 @@
 """`python -m bench.step [--model smollm2 --codec rot-k3v2 --batch 1] [--out docs]`: how much of a decode step is not
 arithmetic.
 
-The model, by default the one that ships, decodes a batch through the node's own loop: scheduler, engine thread,
-sampler, events and their readers, in one process. gRPC is left out. A step lasts from the end of the one before to its
-own end.
+The model, by default the shipped one, decodes a batch through the node's own loop: scheduler, engine thread, sampler,
+events and their readers, in one process. gRPC is left out. A step lasts from the end of the one before to its own end.
 
 torch's profiler watches some steps in a row. Time of a watched step outside torch's operators and the C++ kernels
-counts as Python: it includes the cost of watching. The reported share is this Python time plus the time between two
+counts as Python, which includes the cost of watching. The reported share is this Python time plus the time between two
 steps (scheduling), over the time of a step that is not watched. The cost of watching can only raise the share. The
 first watched step is left out, since the profiler's start has emptied the caches.
 
-The node records its steps (`hackkv.model.graphs`), so a step calls one kernel for the whole model: `--eager` measures
+The node records its steps (`hackkv.model.graphs`), so a step calls one kernel for the whole model. `--eager` measures
+steps that are not recorded.
 steps without that.
 
 Tokens are chosen greedily, and in a second run with the sampling that the model proposes.
@@ -66,14 +66,14 @@ Step = Callable[[DecodeEngine, list[StepPart]], list[Outcome]]
 
 @dataclass(slots=True)
 class Times:
-    """Seconds: `steps` that were not watched, and `python`, watched steps without operators and kernels."""
+    """Times in seconds: `steps` that were not watched, and `python`, watched steps without operators and kernels."""
 
     steps: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
-    """From the end of a step to the start of the next."""
+    """Times from the end of a step to the start of the next."""
     python: list[float] = field(default_factory=list)
     operators: int = 0
-    """Calls of torch's operators in a step, those inside other operators not counted."""
+    """Calls of torch's operators in a step, without those inside other operators."""
     kernels: int = 0
     """Calls of C++ kernels in a step."""
 
@@ -94,7 +94,7 @@ def summary(times: Times, batch: int, sampling: str) -> dict[str, Any]:
 
 
 class TimedKernels:
-    """The C++ kernels, each call timed."""
+    """The C++ kernels with a timer around each call."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
@@ -106,11 +106,11 @@ class TimedKernels:
         if not callable(attribute):
             return attribute
         made = self.timed(attribute)
-        setattr(self, name, made)  # found without `__getattr__` from now on
+        setattr(self, name, made)  # later look-ups find it without `__getattr__`
         return made
 
     def timed(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        """`kernel`, each call timed."""
+        """`kernel` with a timer around each call."""
         return partial(self._call, kernel)
 
     def _call(self, kernel: Callable[..., Any], *args: Any) -> Any:
@@ -122,7 +122,7 @@ class TimedKernels:
 
 
 class TimedRecorder:
-    """Implements `Recorder`: what was recorded is a kernel."""
+    """A `Recorder` whose recorded work counts as a kernel."""
 
     queues = False
 
@@ -130,13 +130,13 @@ class TimedRecorder:
         self._inner, self._kernels = inner, kernels
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Work that could not be recorded calls kernels that are timed themselves."""
+        """Record work. If that is not possible, the work itself is returned: its kernels are timed anyway."""
         made = self._inner.record(work)
         return made if made is work else self._kernels.timed(made)
 
 
 class Clock:
-    """Stands in for `DecodeEngine.step` and times it. All of it runs on the engine's thread."""
+    """Stands in for `DecodeEngine.step` and times it. All methods run on the engine's thread."""
 
     def __init__(self, step: Step, kernels: TimedKernels) -> None:
         self.times = Times()
@@ -148,7 +148,7 @@ class Clock:
         self._kernel_s: list[float] = []
 
     def step(self, engine: DecodeEngine, parts: list[StepPart]) -> list[Outcome]:
-        """One step, watched or not."""
+        """Take one step, watched or not."""
         nth = self._steps
         self._steps += 1
         if nth not in WATCHED:
@@ -166,7 +166,7 @@ class Clock:
         return tokens
 
     def _timed(self, engine: DecodeEngine, parts: list[StepPart], *, alone: bool) -> list[Outcome]:
-        """One step that is not watched. `alone`: the step before was watched, or there was none."""
+        """Take one step that is not watched. `alone`: the step before was watched, or there was none."""
         began = perf_counter()
         tokens = self._step(engine, parts)
         ended = perf_counter()
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--eager", action="store_true", help="steps are not recorded")
     arguments = parser.parse_args()
-    # Which tokens come is not what is measured.
+    # The quality of the tokens does not matter here.
     codec = CodecConfig(name=arguments.codec, allow_loss=True)
     worker = load_worker(ModelConfig(path=arguments.model, threads=arguments.threads), codec)
     once = partial(measure, worker, arguments.batch, recorded=not arguments.eager)
@@ -213,7 +213,7 @@ def main() -> None:
 
 
 def proposed(folder: Path) -> Sampling:
-    """The sampling of requests that name no parameters: what the checkpoint in `folder` proposes."""
+    """The sampling that the checkpoint in `folder` proposes for requests without parameters."""
     return replace(GREEDY, **read_sampling_defaults(folder).model_dump())
 
 

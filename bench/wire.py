@@ -39,7 +39,7 @@ async def make_frames(count: int, payload: bytes) -> AsyncIterator[KvFrame | Han
 
 
 async def push_s(sender: KvSender, address: str, count: int, payload: bytes) -> float:
-    """Seconds of one push."""
+    """Seconds of one push of `count` frames."""
     began = perf_counter()
     receipt = await sender.push(address, Handoff("bench", 0, Fingerprint(()), 1), make_frames(count, payload))
     elapsed = perf_counter() - began
@@ -50,7 +50,7 @@ async def push_s(sender: KvSender, address: str, count: int, payload: bytes) -> 
 
 @asynccontextmanager
 async def ends(name: str) -> AsyncIterator[tuple[KvSender, str]]:
-    """A sender and the address of a listener that keeps nothing, warm."""
+    """A sender, and the address of a listener that keeps nothing; both are warm."""
     wire = Loopback(name)
     sender, listener = wire.sender(), wire.listener()
     try:

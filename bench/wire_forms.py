@@ -1,8 +1,8 @@
-"""What the wire forms save on real pages, and how fast they are: `python -m bench.wire_forms [--out docs]`.
+"""Bytes that wire forms save on real pages, and their speed: `python -m bench.wire_forms [--out docs]`.
 
 The shipped model reads text that it was not trained on. Its pages become frames as on a prefill node, chunk by chunk
 and layer by layer, and are opened as on a decode node. A speed is bytes at rest over processor time. That time covers
-cutting, coding and checksums, or checksums and decoding. The best of several runs counts. The second table brings the
+cutting, coding and checksums, or checksums and decoding. The best of several runs counts. The second table sends the
 same frames over links of several speeds, raw, coded and as `auto` chooses.
 """
 
@@ -37,7 +37,7 @@ from measure.accuracy.machine import this_machine
 
 TOKENS: Final = 3072
 CHUNK_PAGES: Final = (8, 48)
-"""Pages of a chunk. A frame holds those of one layer and all KV heads."""
+"""Pages of a chunk. A frame holds the pages of one layer and all KV heads."""
 CODECS: Final = (
     "fp16",
     "fp8",
@@ -56,11 +56,11 @@ REPEATS: Final = 7
 
 @dataclass(slots=True)
 class Cost:
-    """One codec's pages in one wire form."""
+    """The cost of one codec's pages in one wire form."""
 
     raw: Counter[str] = field(default_factory=Counter)
     coded: Counter[str] = field(default_factory=Counter)
-    """Bytes by plane, before and after."""
+    """Bytes by plane: `raw` before coding, `coded` after it."""
     encode_s: float = float("inf")
     decode_s: float = float("inf")
 
@@ -125,7 +125,7 @@ def section(where: str, lines: list[str], over: list[str]) -> str:
 
 
 def chunks(worker: Worker, pages: int) -> Iterator[tuple[int, int, Planes]]:
-    """Layer, first page and planes that travel of every chunk of a prompt, as a prefill node exports them."""
+    """(layer, first page, planes that travel) of every chunk of a prompt, as a prefill node exports them."""
     ids, page_tokens = prompt_ids(), worker.layout.page_tokens
     all_pages = tuple(range(TOKENS // page_tokens))
     runner = ModelRunner(worker.model, worker.codec, len(all_pages), 1)
@@ -148,7 +148,7 @@ def prompt_ids() -> list[int]:
 
 
 def measure(worker: Worker, sealed: list[tuple[int, int, Planes]], form: WireForm) -> Cost:
-    """Frames of all chunks, and back, `REPEATS` times."""
+    """Encode and decode the frames of all chunks, `REPEATS` times."""
     cost = Cost()
     for _ in range(REPEATS):
         writer = FrameWriter("bench", 0, form)
@@ -164,7 +164,7 @@ def measure(worker: Worker, sealed: list[tuple[int, int, Planes]], form: WireFor
 
 
 def open_all(worker: Worker, frames: list[KvFrame], form: WireForm) -> float:
-    """Processor seconds to verify and decode frames."""
+    """Processor seconds to verify and decode `frames`."""
     expected = Expected(worker.layout, worker.codec.wire_planes, TOKENS, worker.footprint, form)
     ledger = FrameLedger("bench", 0, expected)
     began = thread_time()

@@ -25,18 +25,18 @@ REPEATS: Final = 3
 ADDRESS: Final = "paced"
 
 Sealed = Sequence[tuple[int, int, Planes]]
-"""Layer, first page and planes of every chunk."""
+"""(layer, first page, planes) of every chunk."""
 
 
 class PacedLink:
-    """A `KvSender`: a link of so many bytes a second, and a decode node that opens what comes."""
+    """A `KvSender` over a link of a given rate, with a decode node that opens the frames."""
 
     def __init__(self, bytes_per_s: float, worker: Worker, tokens: int, form: WireForm) -> None:
         self._bytes_per_s, self._worker, self._tokens, self._form = bytes_per_s, worker, tokens, form
         self.sent = 0
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
-        """Returns when every frame is decoded."""
+        """Send frames at the link's rate; return when every frame is decoded."""
         codec = self._worker.codec
         expected = Expected(self._worker.layout, codec.wire_planes, self._tokens, self._worker.footprint, self._form)
         ledger = FrameLedger("bench", 0, expected)
@@ -56,11 +56,11 @@ class PacedLink:
         return Receipt("bench", self._tokens, (), 0, 0, 0.0)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
 
 async def written(sealed: Sealed, form: WireForm) -> AsyncIterator[KvFrame | HandoffEnd]:
-    """Frames as an engine's thread writes them, ahead of the link."""
+    """Frames that an engine's thread writes, ahead of the link."""
     writer, loop = FrameWriter("bench", 0, form), asyncio.get_running_loop()
     queue: asyncio.Queue[KvFrame | HandoffEnd] = asyncio.Queue()
 
@@ -79,7 +79,7 @@ async def written(sealed: Sealed, form: WireForm) -> AsyncIterator[KvFrame | Han
 
 
 async def bring(worker: Worker, sealed: Sealed, tokens: int, megabits: int, how: str) -> tuple[float, int]:
-    """Seconds and bytes of a handoff, the best of `REPEATS`; `how` is a wire form or `auto`."""
+    """(seconds, bytes) of a handoff, the best of `REPEATS`. `how` is a wire form or `auto`."""
     coder = wire_form(CODER)
     link = PacedLink(megabits * 1e6 / 8, worker, tokens, coder)
     links, handoff = Links(link, coder, how == "auto"), Handoff("bench", 0, Fingerprint(()), tokens)

@@ -2,8 +2,8 @@
 
 `bf16` keeps pages of BF16 rows. `dequantize` reads the pages of `hack` and turns every code into its value before it
 multiplies, as systems do that only store the cache quantized. Both need AVX-512 BF16, and page_tokens and head_dim that
-are multiples of 64. Their own page is exact, their arguments are those of `PageKernels.attend`. A rival may not use
-better instructions than the kernels that it is compared with, so there is no rival of AVX2 kernels; no rival uses AMX.
+are multiples of 64. Their own page is exact, and their arguments are those of `PageKernels.attend`. A rival may not use
+better instructions than the kernels that it is compared with. So there is no rival of AVX2 kernels, and none uses AMX.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 RIVALS: Final = ("bf16", "dequantize")
 ISAS: Final = ("avx512-amx", "avx512-bf16", "avx512-vnni")
-"""Instruction sets of the kernels that rivals are compared with; rivals need AVX-512 BF16, even beside the last."""
+"""Instruction sets of the kernels with which rivals are compared. Rivals need AVX-512 BF16 even beside the last one."""
 
 SOURCES: Final = Path(__file__).with_name("csrc")
 WORDS: Final = 2**17
@@ -34,7 +34,7 @@ WORDS: Final = 2**17
 
 
 class Rival:
-    """One of `RIVALS`, to compare with kernels of instruction set `isa`. Raises `BackendUnavailable` if it has none."""
+    """One of `RIVALS`, to compare with kernels of instruction set `isa`. Raises `BackendUnavailable` for other sets."""
 
     def __init__(self, name: str, threads: int, isa: str = ISAS[-1]) -> None:
         if isa not in ISAS:
@@ -60,7 +60,7 @@ class Rival:
 
 
 def available(threads: int, isa: str) -> dict[str, Rival]:
-    """Every rival that this processor runs, to compare with kernels of instruction set `isa`, by name."""
+    """Name -> rival, for every rival that this processor runs, to compare with kernels of instruction set `isa`."""
     found = {}
     for name in RIVALS:
         with suppress(BackendUnavailable):
@@ -71,7 +71,7 @@ def available(threads: int, isa: str) -> dict[str, Rival]:
 def bf16_pages(k: Tensor, v: Tensor) -> Planes:
     """Pages of the rival `bf16` from rows [N, Hkv, Π, D] of any dtype, in the order that its products need.
 
-    They stand in place of FP16 rows: their dtype gives the size of two bytes, but the values are BF16.
+    They take the place of FP16 rows: their dtype is float16, but the bits are BF16.
     """
     n, heads, pi, d = k.shape
     k_order = k.bfloat16().view(n, heads, pi // 16, 16, d // 2, 2).transpose(3, 4)
@@ -84,7 +84,7 @@ def bf16_pages(k: Tensor, v: Tensor) -> Planes:
 def run_dots(isa: str, rounds: int, threads: int) -> int:
     """Run bare integer dot products in registers on each thread; returns the total number of products of two bytes.
 
-    Raises `BackendUnavailable` where the processor does not run `isa`.
+    Raises `BackendUnavailable` if the processor does not run `isa`.
     """
     if isa not in supported_isas():
         raise BackendUnavailable(f"this processor or build does not run instruction set {isa!r}")
@@ -101,7 +101,7 @@ def read_all(words: Tensor, threads: int) -> None:
 
 @cache
 def compiled_lab() -> Any:
-    """The lab's extension. Raises `BackendUnavailable` where it is not built, `ImportError` where it is out of date."""
+    """The lab's extension. Raises `BackendUnavailable` if it is not built, `ImportError` if it is out of date."""
     try:
         module = importlib.import_module("lab._rivals")
     except ModuleNotFoundError as error:

@@ -1,1 +1,1 @@
-"""What users measure through the command line: `hackkv eval` (accuracy), `hackkv calibrate`, `hackkv bench` (load)."""
+"""Measurements for users of the command line: `hackkv eval` (accuracy), `hackkv calibrate`, `hackkv bench` (load)."""

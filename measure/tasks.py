@@ -1,7 +1,7 @@
 """Synthetic long-range tasks: copying, key-value recall, needle questions.
 
 Every task is a pure function of (seed, phrases, filler, length or distance). It gives the token ids of a prompt and of
-its one right answer. The trainer of the shipped model and the accuracy harness use the same functions, so a task can't
+its one right answer. The trainer of the shipped model and the accuracy harness use the same functions, so a task cannot
 drift between the two. Every task embeds its material in `filler`, the ids of real text. It asks for something that
 stands only once in the prompt, far from the question: attention over the KV cache is the only way to answer.
 Rejected: sentences encoded whole, because the token count of an answer would then depend on the tokenizer.
@@ -33,7 +33,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Phrases:
-    """The connecting texts of the tasks as ids, and the ids that random material is drawn from."""
+    """The connecting texts of the tasks as ids, and the ids from which random material is drawn."""
 
     any_token: Ids
     words: Ids
@@ -48,7 +48,7 @@ class Phrases:
 
     @classmethod
     def build(cls, encode: Encode, vocab: Sequence[str], special: frozenset[int]) -> "Phrases":
-        """`vocab` lists the decoded text of each id; `special` ids are never drawn."""
+        """Make the phrases. `vocab` lists the decoded text of each id; `special` ids are never drawn."""
         usable = [i for i, text in enumerate(vocab) if i not in special and text and "\ufffd" not in text]
         words = [i for i in usable if _is_word(vocab[i])]
         if len(words) < 256:
@@ -84,12 +84,12 @@ def random_segment(rng: np.random.Generator, phrases: Phrases, length: int) -> I
 
 
 def random_words(rng: np.random.Generator, phrases: Phrases, count: int) -> Ids:
-    """Different whole words."""
+    """`count` different whole words."""
     return rng.choice(phrases.words, count, replace=False)
 
 
 def note(phrases: Phrases, key: Ids) -> Ids:
-    """`# note: KEY =`, which both states a pair and asks for it."""
+    """`# note: KEY =`, which states a pair if a value follows, and asks for it if none does."""
     return join(phrases.note, key, phrases.equals)
 
 
@@ -99,12 +99,12 @@ def fact(phrases: Phrases, key: Ids, secret: Ids) -> Ids:
 
 
 def question(phrases: Phrases, key: Ids) -> Ids:
-    """The question for `fact`, with the answer begun."""
+    """The question for `fact`, with the beginning of its answer."""
     return join(phrases.question, key, phrases.reply, key, phrases.verb)
 
 
 def cut(rng: np.random.Generator, filler: Ids, length: int) -> Ids:
-    """A random stretch of the filler."""
+    """A random stretch of `length` tokens of the filler."""
     if len(filler) < length:
         raise ValueError(f"filler has {len(filler)} tokens, {length} are needed")
     start = int(rng.integers(0, len(filler) - length + 1))
@@ -112,7 +112,7 @@ def cut(rng: np.random.Generator, filler: Ids, length: int) -> Ids:
 
 
 def spread(rng: np.random.Generator, text: Ids, items: Sequence[Ids]) -> Ids:
-    """`text` with the items, in order, put at random places."""
+    """`text` with the items, in order, inserted at random places."""
     places = np.sort(rng.integers(0, len(text) + 1, len(items)))
     pieces = np.split(text, places)
     return join(pieces[0], *(part for pair in zip(items, pieces[1:], strict=True) for part in pair))
@@ -135,7 +135,7 @@ def copy(seed: int, phrases: Phrases, filler: Ids, distance: int, segment: int =
 def recall(seed: int, phrases: Phrases, filler: Ids, length: int) -> Example:
     """Key-value pairs scattered through real text; the last line asks for one of them.
 
-    Prompt and answer together have `length` tokens. Any pair may be asked for, so the distance is anything.
+    Prompt and answer together have `length` tokens. Any pair may be asked for, so the distance varies.
     """
     rng = np.random.default_rng(seed)
     pairs = max(2, length // TOKENS_PER_PAIR)
@@ -149,7 +149,7 @@ def recall(seed: int, phrases: Phrases, filler: Ids, length: int) -> Example:
 
 
 def needle(seed: int, phrases: Phrases, filler: Ids, length: int, depth: float | None = None) -> Example:
-    """One fact inside real text, at a share `depth` of it (random if None), and a question about it at the end."""
+    """One fact inside real text, after a share `depth` of it (random if None), and a question about it at the end."""
     rng = np.random.default_rng(seed)
     key = random_words(rng, phrases, KEY_WORDS)
     secret = random_words(rng, phrases, SECRET_WORDS)

@@ -1,6 +1,6 @@
 """Prompts on the replica that also decodes: the live prefill scheduler gives out chunks, each beside a decode step.
 
-Every prompt has its pages already, since its request was admitted; so the book of this scheduler never runs short.
+Every prompt has its pages since its request was admitted, so the book of this scheduler never runs short.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLENTY = 1 << 40
 
 
 class InterleavedPrompts:
-    """`sim.decode.Beside`. `on_complete` is called with every job whose prompt is computed."""
+    """See `sim.decode.Beside`. `on_complete` is called with every job whose prompt is computed."""
 
     def __init__(self, world: World, number: int, cost: CostModel, chunk_tokens: int, max_sequences: int) -> None:
         self.on_complete: Callable[[Job], None] = lambda _: None

@@ -15,7 +15,7 @@ from prefill_node.prefix_pool import PrefixGrant, PrefixPool
 
 
 class CountedPages(PagePool):
-    """`PagePool` whose grants hold so many zeros."""
+    """A `PagePool` that counts pages: every page number in a grant is 0."""
 
     def __init__(self, num_pages: int, num_slots: int) -> None:
         super().__init__(0, num_slots)
@@ -63,7 +63,7 @@ class CountedPages(PagePool):
 
 
 class CountedPrefixes(PrefixPool):
-    """`PrefixPool` that keeps no page beyond its prompt."""
+    """A `PrefixPool` that counts pages and keeps none after its prompt is over."""
 
     def __init__(self, num_pages: int, num_slots: int, page_tokens: int, host: HostPool, page_bytes: int) -> None:
         super().__init__(0, num_slots, page_tokens, host, page_bytes, reuse=False)

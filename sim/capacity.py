@@ -1,4 +1,4 @@
-"""What a replica of a pool has: pages, host memory, durations, a line."""
+"""The resources of one replica: pages, host memory, durations, and its network line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GBIT = 1e9 / 8
 
 
 def pages_of(spec: Spec, pool: ReplicaPool, sizes: CodecSizes) -> int:
-    """Pages that fit beside weights, activations and the slots. Raises `ConfigError` if none does."""
+    """Pages that fit beside weights, the reserve and the slots. Raises `ConfigError` if not even one page fits."""
     if pool.pages:
         return pool.pages
     gpu = spec.gpu_of(pool)
@@ -30,8 +30,8 @@ def pages_of(spec: Spec, pool: ReplicaPool, sizes: CodecSizes) -> int:
 
 
 def largest_request(spec: Spec, sizes: CodecSizes) -> int:
-    """Tokens of KV that fit when everything is empty: on every prefill replica, since any of them may get a prompt, and
-    on those decode replicas that have most room. Raises `ConfigError` if none do."""
+    """The most tokens of KV that one request can have when the cluster is empty. The request must fit every prefill
+    replica, since any of them may get it, and the largest decode replicas. Raises `ConfigError` if no page fits."""
     pages = [max(pages_of(spec, pool, sizes) for pool in spec.decode)]
     for pool in spec.prefill:
         pages += [pages_of(spec, pool, sizes), host_bytes_of(spec, pool) // sizes.footprint.wire_page_bytes]
@@ -39,7 +39,7 @@ def largest_request(spec: Spec, sizes: CodecSizes) -> int:
 
 
 def host_bytes_of(spec: Spec, pool: ReplicaPool) -> int:
-    """Host memory of one replica."""
+    """Host memory of one replica, in bytes."""
     instance = spec.instance_of(pool)
     share = 0.5 * instance.host_gib * pool.gpus / instance.gpus if pool.host_gib is None else pool.host_gib
     return int(share * GIB)
@@ -53,7 +53,7 @@ def cost_of(spec: Spec, pool: ReplicaPool, sizes: CodecSizes) -> CostModel:
 
 
 def line_of(spec: Spec, pool: ReplicaPool) -> float:
-    """Bytes per second of a replica's line: its stage's share of the instance's."""
+    """Bytes per second of a replica's line: the share of the instance's line that one pipeline stage has."""
     instance = spec.instance_of(pool)
     gbit_s = instance.network_gbit_s * min(1.0, pool.tp / instance.gpus)
     if spec.network.link_gbit_s:
@@ -62,7 +62,7 @@ def line_of(spec: Spec, pool: ReplicaPool) -> float:
 
 
 def flow_of(spec: Spec, pool: ReplicaPool) -> float:
-    """Bytes per second of one handoff at most: a flow for each GPU of a stage."""
+    """The most bytes per second of one handoff: each GPU of a stage sends one flow."""
     instance = spec.instance_of(pool)
     if not instance.flow_gbit_s:
         return line_of(spec, pool)
@@ -82,13 +82,13 @@ def uplink_of(spec: Spec, pool: ReplicaPool) -> float:
 
 
 def machines_of(spec: Spec, pool: ReplicaPool) -> float:
-    """Instances that a replica takes."""
+    """Instances that one replica takes; may be a fraction."""
     return pool.gpus / spec.instance_of(pool).gpus
 
 
 def crossing_of(spec: Spec, pool: ReplicaPool) -> float:
-    """Bytes per second that a replica can count on when all replicas of its rack send, or receive, over the uplink;
-    its line, if that is less."""
+    """Bytes per second that a replica gets when all replicas of its rack use the uplink at once; its line's rate if
+    that is less."""
     rack = spec.network.rack
     if rack is None:
         return line_of(spec, pool)

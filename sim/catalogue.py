@@ -1,4 +1,4 @@
-"""What a specification names instead of writing it out: GPUs, instances with their prices, and model shapes."""
+"""Tables that a specification refers to by name: GPUs, instances with their prices, and model shapes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Gpu(Frozen):
     memory_gb: float = Field(gt=0)
     memory_gb_s: float = Field(gt=0)
     bus_gb_s: float = Field(gt=0)
-    """What one GPU sends to its neighbours in an all-reduce."""
+    """Bytes that one GPU sends to its neighbours in an all-reduce, in GB/s."""
     host_gb_s: float = Field(default=12.0, gt=0)
-    """To host memory and back."""
+    """Copies to host memory and back, in GB/s."""
     source: str = ""
 
 
@@ -40,7 +40,7 @@ class Instance(Frozen):
     gpus: int = Field(gt=0)
     network_gbit_s: float = Field(gt=0)
     flow_gbit_s: float = Field(default=0.0, ge=0)
-    """What one flow gets at most; 0 is no limit."""
+    """The most that one flow gets; 0 is no limit."""
     host_gib: float = Field(gt=0)
     usd_per_hour: float = Field(ge=0)
     source: str = ""
@@ -89,14 +89,14 @@ class ModelShape(Frozen):
 
 
 class Catalogue(Frozen):
-    """Three tables by name."""
+    """GPUs, instances and models by name."""
 
     gpus: dict[str, Gpu] = Field(default_factory=dict)
     instances: dict[str, Instance] = Field(default_factory=dict)
     models: dict[str, ModelShape] = Field(default_factory=dict)
 
     def with_more(self, other: Catalogue) -> Catalogue:
-        """Both; rows of `other` replace rows of equal name."""
+        """The union of both; rows of `other` replace rows of equal name."""
         return Catalogue(
             gpus={**self.gpus, **other.gpus},
             instances={**self.instances, **other.instances},
@@ -104,7 +104,7 @@ class Catalogue(Frozen):
         )
 
     def gpu_of(self, instance: Instance) -> Gpu:
-        """Raises `ConfigError` if the instance names a GPU that is not here."""
+        """The GPU of an instance. Raises `ConfigError` if the catalogue has no GPU of that name."""
         return named(self.gpus, instance.gpu, "gpu")
 
 

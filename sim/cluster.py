@@ -1,4 +1,4 @@
-"""A simulated cluster, put together from its specification, and run to the end of its requests."""
+"""A simulated cluster: built from its specification, and run until all requests are over."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from sim.world import World
 
 
 def _heard(_: int) -> None:
-    """Nobody wants to know. A function, since options travel to other processes."""
+    """The default listener, which does nothing. It is a function, since options travel to other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to run, beside what."""
+    """How to run a simulation; the specification says what to run."""
 
     seed: int = 0
     macro: bool = True
@@ -55,7 +55,7 @@ class Options:
 
 @dataclass(slots=True, eq=False)
 class SimulationOutcome:
-    """What a simulation gives, with its replicas as they are in the end."""
+    """Results of a simulation, with its replicas in their final state."""
 
     spec: Spec
     rows: RequestTable
@@ -72,7 +72,7 @@ class SimulationOutcome:
 
     @property
     def record(self) -> SimulationRecord:
-        """What is left when the replicas are gone."""
+        """The part of the outcome that does not need the replicas."""
         return SimulationRecord(
             self.spec,
             self.rows,
@@ -89,12 +89,12 @@ class SimulationOutcome:
 
 @dataclass(slots=True)
 class Layout:
-    """Which replica is of which kind, and where it stands."""
+    """The pool of each replica, and the rack in which it stands."""
 
     kinds: dict[str, list[int]]
-    """Role -> the pool of each replica, by number, as its place among the role's pools."""
+    """Role -> for each replica, by number, the index of its pool among the role's pools."""
     uplinks: dict[Place, Uplink] = field(default_factory=dict)
-    """Of the racks of replicas; empty without racks."""
+    """The uplink of each replica's rack; empty without racks."""
 
 
 class Cluster:
@@ -106,7 +106,7 @@ class Cluster:
         options: Options | None = None,
         costs: Callable[[Spec, ReplicaPool, CodecSizes], CostModel] = cost_of,
     ) -> None:
-        """`costs` makes the cost model of a pool. Raises `ConfigError` for what cannot be built."""
+        """`costs` makes the cost model of a pool. Raises `ConfigError` if the specification cannot be built."""
         self.spec, self._options, self._costs = spec, options or Options(), costs
         self.sizes = sizes_of(spec.codec, spec.shape.kv_shape)
         faults = Faults(spec.faults)
@@ -127,12 +127,13 @@ class Cluster:
         self._layout = Layout({role: _kinds(pools) for role, pools in spec.roles.items()})
         self.routers: list[Router] = []
         self._staff: list[dict[str, Staff]] = []
-        """Of each router."""
+        """Role -> controller, one dictionary for each router."""
 
     def run(self, arrivals: Sequence[Arrival], shard: int | None = None) -> SimulationOutcome:
-        """Serve requests. Those that cannot end, because nobody is left to serve them, count as failed.
+        """Serve requests. Requests that cannot end, because no replica is left to serve them, count as failed.
 
-        With `shard`, the cluster is one router with its replicas, and `arrivals` are that router's: every n-th of all.
+        With `shard`, the cluster is one router with its replicas, and `arrivals` are those of that router: every n-th
+        of all.
         """
         shards = self.spec.policy.shards
         mine = range(shards) if shard is None else range(shard, shard + 1)
@@ -196,7 +197,7 @@ class Cluster:
         )
 
     def _tick(self) -> None:
-        """Let every controller act, again and again while something happens."""
+        """Let every controller act, and call this method again until the simulation is over."""
         if not any(self._staff):
             return
         for staff in self._staff:
@@ -276,7 +277,7 @@ class Cluster:
         return replica
 
     def _numbers(self, role: str) -> range:
-        """Of the replicas of a role. Routers take them in turn, so each gets its part of every kind."""
+        """Numbers of the replicas of a role. Routers take them in turn, so each gets its part of every kind."""
         return range(len(self._layout.kinds.get(role, ())))
 
     def _cost(self, pool: ReplicaPool, number: int, role: str) -> CostModel:

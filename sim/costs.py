@@ -1,4 +1,4 @@
-"""How long work takes: by roofline, from a measured grid, or as recorded."""
+"""Durations of work: by roofline, from a measured grid, or as recorded."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sim.spec import Efficiency
 Floats = npt.NDArray[np.float64]
 
 FARTHEST: Final = 2.0
-"""How far beyond its last point a profile is continued, as a factor."""
+"""A profile is continued up to this multiple of its last point."""
 _CORRECTIONS: Final = 3
-"""Row products for each page that correct a product of codes (HACK, eq. 4)."""
+"""Row products per page that correct a product of codes (HACK, eq. 4)."""
 
 
 class PassCost(NamedTuple):
@@ -33,7 +33,7 @@ class PassCost(NamedTuple):
 
     seconds: float
     quantize_s: float = 0.0
-    """Within `seconds`."""
+    """The part of `seconds` that quantizes."""
 
 
 class StepCost(Protocol):
@@ -41,11 +41,11 @@ class StepCost(Protocol):
     to every sequence."""
 
     def seconds(self, context: int, steps: int) -> float:
-        """Duration of so many steps."""
+        """Duration of `steps` steps, in seconds."""
         ...
 
     def attend_s(self, context: int, steps: int) -> tuple[float, float]:
-        """Seconds of them in attention, and in corrections or dequantizing within it."""
+        """Seconds of these steps in attention, and the part of them in corrections or dequantizing."""
         ...
 
 
@@ -70,9 +70,9 @@ class CostModel(Protocol):
 
 
 def whole_steps(cost: StepCost, context: int, most: int, most_s: float, elapsed_s: float) -> int:
-    """The step during which `elapsed_s` falls, counted from 1, at most `most`, all of which take `most_s`."""
+    """The number of the step, counted from 1, during which `elapsed_s` falls. All `most` steps take `most_s`."""
     low, high = 1, most
-    # Steps take nearly alike, so the place of the answer is hardly ever off by more than one.
+    # Steps take nearly the same time, so the guess is rarely off by more than one.
     guess = math.ceil(elapsed_s / most_s * most) if elapsed_s > 0 else 1
     for middle in (guess, guess - 1):
         if low <= middle < high:
@@ -94,7 +94,7 @@ class LinearStep:
     fixed_s: float
     row_s: float
     approximation_row_s: float = 0.0
-    """Within `row_s`."""
+    """The part of `row_s` in corrections or dequantizing."""
 
     def rows(self, context: int, steps: int) -> float:
         """Rows read by all steps: the sum of context + batch * i for i in 0 .. steps - 1."""
@@ -102,7 +102,7 @@ class LinearStep:
 
     def seconds(self, context: int, steps: int) -> float:
         """See `StepCost`."""
-        rows = steps * context + self.batch * (steps * (steps - 1) / 2)  # `rows`: of all sums, it is made most often
+        rows = steps * context + self.batch * (steps * (steps - 1) / 2)  # `rows` inlined: this sum is the hot one
         return steps * self.fixed_s + self.row_s * rows
 
     def attend_s(self, context: int, steps: int) -> tuple[float, float]:
@@ -112,11 +112,11 @@ class LinearStep:
 
 
 class Roofline:
-    """From rated speeds and the share of them that an engine reaches (HACK's hardware: `sim/catalogue.yaml`).
+    """Durations from rated speeds and the share of them that an engine reaches (HACK's hardware: `sim/catalogue.yaml`).
 
     Prefill computes 2 FLOPs per parameter and token, and attention over all earlier rows. Decode reads all weights once
-    a step and every sequence's KV, as it rests. Two all-reduces a layer cross the bus. `pp` stages work on different
-    chunks at once, so a pass counts for a `pp`-th of its time.
+    per step, and the KV of every sequence in its stored form. Two all-reduces per layer cross the bus. `pp` stages work
+    on different chunks at once, so a pass counts for 1 / `pp` of its time.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Roofline:
         self._pair_s = efficiency.attention * model.attention_flops / integer / flops
         ring = 2 * (tp - 1) / tp * model.hidden * FP16_BYTES
         self._collective_s = 2 * model.layers * ring / (gpu.bus_gb_s * 1e9 * efficiency.bus)
-        """Of one token."""
+        """All-reduce seconds of one token."""
         self._latency_s = 2 * model.layers * efficiency.all_reduce_s * (tp > 1)
         memory = tp * gpu.memory_gb_s * 1e9 * efficiency.memory
         self._weights_s = model.total_weight_bytes / memory
@@ -146,7 +146,7 @@ class Roofline:
         self._row_s = read_s + self._correct_s
         self._host_b_s = gpu.host_gb_s * 1e9 * tp * pp
         self._steps: dict[int, LinearStep] = {}
-        """By batch."""
+        """Batch -> its step."""
 
     def prefill(self, chunks: Sequence[tuple[int, int]]) -> PassCost:
         """See `CostModel`."""
@@ -173,7 +173,7 @@ class Roofline:
         return num_bytes / self._host_b_s
 
     def _compute(self, chunks: Sequence[tuple[int, int]]) -> tuple[float, int]:
-        """Seconds, but for what GPUs tell each other, and tokens."""
+        """Seconds of computing, without communication between GPUs, and tokens."""
         seconds, tokens = 0.0, 0
         for start, count in chunks:
             seconds += count * (self._token_s + self._pair_s * (start + count / 2))
@@ -182,7 +182,7 @@ class Roofline:
 
 
 class Grid(Frozen):
-    """Seconds at every pair of two rising series."""
+    """Seconds at every pair of a row and a column; both series rise."""
 
     rows: tuple[float, ...] = Field(min_length=2)
     columns: tuple[float, ...] = Field(min_length=2)
@@ -200,7 +200,8 @@ class Grid(Frozen):
         return self
 
     def at(self, row: float, column: float, what: str) -> float:
-        """Linear between points. Raises `ConfigError` beyond `FARTHEST` times the last; the first holds below it."""
+        """Seconds at a point, linear between grid points. Below the first point, the first point's value holds. Raises
+        `ConfigError` beyond `FARTHEST` times the last point."""
         index = _cell(self.rows, row)
         here = self.rows[index : index + 2], self.seconds[index : index + 2]
         ends = [_line(self.columns, series, column, f"{what}: column") for series in here[1]]
@@ -228,26 +229,26 @@ class Profile(Frozen):
     model: str = ""
     codec: str = ""
     prefill: Grid
-    """By tokens of a pass (rows) and earlier rows that they read, mean per token (columns)."""
+    """Rows: tokens of a pass. Columns: earlier rows that a token reads, mean."""
     decode: Grid
-    """By sequences of a step (rows) and their mean context (columns)."""
+    """Rows: sequences of a step. Columns: their mean context."""
     quantize_share: float = Field(default=0.0, ge=0, le=1)
-    """Of a pass."""
+    """Share of a pass."""
     attend_share: float = Field(default=0.0, ge=0, le=1)
-    """Of a step."""
+    """Share of a step."""
     approximation_share: float = Field(default=0.0, ge=0, le=1)
-    """Of a step."""
+    """Share of a step."""
     host_gb_s: float = Field(default=4.0, gt=0)
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises `ConfigError` naming file and key."""
+    """Read a profile. Raises `ConfigError` naming file and key."""
     return load(Profile, path)
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledStep:
-    """Steps of one batch, off the grid."""
+    """Steps of one batch, read off the grid."""
 
     batch: int
     profile: Profile
@@ -264,13 +265,13 @@ class ProfiledStep:
 
 
 class Profiled:
-    """From a grid that a bench measured."""
+    """Durations from a grid that a bench measured."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
 
     def prefill(self, chunks: Sequence[tuple[int, int]]) -> PassCost:
-        """See `CostModel`. Several chunks count as one of their sum, with their mean context."""
+        """See `CostModel`. Several chunks count as one chunk of all their tokens, with their mean context."""
         seconds = self._pass_s(chunks)
         return PassCost(seconds, seconds * self._profile.quantize_share)
 
@@ -294,7 +295,7 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """Steps as they were measured, one after another."""
+    """Steps with measured durations, one after another."""
 
     steps_s: list[float]
 
@@ -305,13 +306,13 @@ class RecordedStep:
         return sum(self.steps_s[:steps])
 
     def attend_s(self, context: int, steps: int) -> tuple[float, float]:
-        """Not recorded."""
+        """Zeros: a record does not split a step."""
         return 0.0, 0.0
 
 
 class Recorded:
-    """As recorded of a live node: the next duration of each kind, whatever is computed. Raises `ConfigError` past the
-    end."""
+    """Durations recorded of a live node: each call takes the next one of its kind, whatever is computed. Raises
+    `ConfigError` past the end of the record."""
 
     def __init__(self, passes_s: Sequence[float], steps_s: Sequence[float], swaps_s: Sequence[float] = ()) -> None:
         self._passes_s, self._steps_s, self._swaps_s = list(passes_s), list(steps_s), list(swaps_s)
@@ -325,7 +326,7 @@ class Recorded:
         return RecordedStep([_next(self._steps_s, "decode step")])
 
     def replay(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """A recorded step has its replays in it."""
+        """0: a recorded step includes its replays."""
         return 0.0
 
     def swap(self, num_bytes: int) -> float:

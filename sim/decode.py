@@ -2,8 +2,8 @@
 
 **Macro-steps.** While the batch stays the same, the live scheduler would plan the same step again and again. So the
 replica runs many steps as one event: until the first sequence ends or pages might run short. When something happens in
-between, it first catches up: it does to rows and pages what the steps so far have done. The step under way then ends
-as planned, and the scheduler plans anew. Results equal those of single steps (`macro` False) but for rounding.
+between, the replica first catches up: it applies to rows and pages what the steps so far have done. The current step
+then ends as planned, and the scheduler plans anew. Results equal those of single steps (`macro` False), up to rounding.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ _GAP_STEPS = 100
 
 @dataclass(slots=True, eq=False)
 class StepRun:
-    """Steps under way: so many of the same batch."""
+    """Steps under way, all with the same batch."""
 
     shares: list[StepShare[Job]]
     began: float
     context: int
     cost: StepCost
     replay_s: float
-    """Seconds of what runs beside them: replays and prompts."""
+    """Seconds of the replays and prompts that run beside the steps."""
     steps: int = 0
     seconds: float = 0.0
-    """Length of all its steps."""
+    """Length of all steps of the run."""
     counted: int = 0
-    """Steps that rows and pages have caught up with, beside the one under way."""
+    """Finished steps that rows and pages already reflect."""
 
 
 @dataclass(slots=True)
 class DecodeTally:
-    """What a replica did."""
+    """The work that a replica did."""
 
     tokens: int = 0
     steps: int = 0
     busy_s: float = 0.0
     swaps: int = 0
     pages: int = 0
-    """Size of its pool."""
+    """Size of the replica's pool."""
     peak_pages: int = 0
     page_seconds: float = 0.0
     gaps: Counter[int] = field(default_factory=Counter)
-    """Tokens by the time since the token before, in steps of 1% (`gap_of`)."""
+    """Tokens by the time since the token before, in logarithmic bins of 1% (`gap_of`)."""
     kind: int = 0
-    """Its pool: the place in `Spec.decode`."""
+    """Index of the replica's pool in `Spec.decode`."""
 
 
 def _step_of(gap_s: float) -> int:
@@ -67,30 +67,30 @@ def _step_of(gap_s: float) -> int:
 
 
 def gap_of(step: int) -> float:
-    """Seconds of a key of `DecodeTally.gaps`."""
+    """The gap, in seconds, that a key of `DecodeTally.gaps` stands for."""
     return math.exp(step / _GAP_STEPS)
 
 
 class Beside(Protocol):
-    """Work that a replica does in the same pass as a decode step: prompts, where one replica does both."""
+    """Work that a replica does in the same pass as a decode step: prompts, where one replica does both roles."""
 
     def begin(self) -> float:
-        """Begin what there is to do now. Returns its seconds; 0 if there is nothing."""
+        """Begin the work that is ready. Returns its seconds; 0 if there is none."""
         ...
 
     def end(self) -> None:
-        """It is done."""
+        """End the work that `begin` began."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a replica is made of."""
+    """Parts of a replica beside its scheduler."""
 
     world: World
     cost: CostModel
     max_batch: int
-    """The scheduler's."""
+    """The scheduler's largest batch."""
     beside: Beside | None = None
 
 
@@ -107,7 +107,7 @@ class DecodeReplica:
         self._copies_until = 0.0
         self._dead = False
 
-    # What others tell it -----------------------------------------------------------------------------------------
+    # Calls from others -------------------------------------------------------------------------------------------
 
     def admit(self, job: Job) -> Seat[Job]:
         """Room for a job. Raises `RequestError` or `Overloaded`."""
@@ -122,7 +122,7 @@ class DecodeReplica:
         return seat
 
     def land(self, seat: Seat[Job]) -> None:
-        """A job's KV is complete."""
+        """Decode a job from now on: its KV is complete."""
         job = seat.owner
         job.times.enter(Stage.DECODE_QUEUE, self._world.now)
         self._world.log.add(self._world.now, EventKind.LANDED, self.number, job.number)
@@ -133,7 +133,7 @@ class DecodeReplica:
         self.wake()
 
     def leave(self, seat: Seat[Job]) -> None:
-        """End a job. Its pages are free when no step uses them any more. Without effect once it has all its tokens."""
+        """End a job. Its pages are free once no step uses them. Without effect if the job has all its tokens."""
         if seat.place is Place.GONE:
             return
         self._catch_up()
@@ -141,7 +141,7 @@ class DecodeReplica:
         self.wake()
 
     def stop(self) -> list[Job]:
-        """The node dies: nothing of it will happen any more. Returns the jobs that it had."""
+        """Let the node die: it does nothing any more. Returns the jobs that it had."""
         self._version += 1
         self._run, self._dead = None, True
         jobs = [seat.owner for seat in self.scheduler.seats]
@@ -150,7 +150,7 @@ class DecodeReplica:
         return jobs
 
     def held_tokens(self, job: Job) -> int:
-        """Tokens of a prompt whose pages are here."""
+        """Tokens of the job's prompt whose pages this replica holds."""
         return len(self.pool.kept.match(job.names)) * self.scheduler.footprint.page_tokens
 
     # Steps -------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class DecodeReplica:
             self._run = None
             return
         batch = context = 0
-        decoding = Stage.DECODE  # a member of an enumeration takes long to look up
+        decoding = Stage.DECODE  # a local name: looking up a member of an enumeration is slow
         replays: list[tuple[int, int]] = []
         for seat, rows, replay in shares:
             if replay:
@@ -192,7 +192,7 @@ class DecodeReplica:
         self._take(run, steps)
 
     def _take(self, run: StepRun, steps: int) -> None:
-        """The run under way has so many steps."""
+        """Let the run have `steps` steps, and plan its end."""
         run.steps = steps
         run.seconds = run.replay_s + (run.cost.seconds(run.context, steps) if run.shares else 0.0)
         self._version += 1
@@ -239,16 +239,16 @@ class DecodeReplica:
             tally.gaps[_step_of(seconds / steps)] += chosen * steps
         if self.of.beside is not None:
             self.of.beside.end()
-        # As in the live loop, the next step is planned before anybody hears of the ends.
+        # As in the live loop, the next step is planned before anyone is told which jobs ended.
         if self._run is None:
             self._plan()
         for job in over:
             self.on_ended(job)
 
     def _steady_steps(self, shares: list[StepShare[Job]], over: int = 0) -> int:
-        """How many steps from the present one on the scheduler would plan alike: until the first sequence ends, a
-        landed one waits for a place, or the batch comes near the end of the pages. None of `shares` is a replay, and
-        `over` of their steps are over."""
+        """How many steps, the present one included, the scheduler would plan alike. The count ends when the first
+        sequence ends, when a landed sequence waits for a place, or when the batch comes near the end of the pages. None
+        of `shares` is a replay, and `over` of their steps are over."""
         scheduler = self.scheduler
         if scheduler.swapped:
             return 1
@@ -275,21 +275,21 @@ class DecodeReplica:
         footprint = self.scheduler.footprint
         sealed, ahead = footprint.sealed, steps + self.scheduler.lookahead.low
         if len(shares) * (1 + ahead // footprint.page_tokens) <= self.pool.free_pages:
-            return True  # whatever each of them has
+            return True  # enough whatever each sequence has
         wanted = sum(
             max(0, sealed(min(seat.limit, seat.rows + ahead)) - seat.pages) for seat in (share.seat for share in shares)
         )
         return wanted <= self.pool.free_pages
 
     def _catch_up(self) -> None:
-        """Bring rows and pages to what single steps would have made of them by now."""
+        """Bring rows and pages to the state that single steps would have reached by now."""
         run = self._run
-        if run is not None and run.steps - run.counted > 1:  # so nothing runs beside its steps
+        if run is not None and run.steps - run.counted > 1:  # several steps: no replay or prompt runs beside them
             elapsed = self._world.now - run.began
             self._count(run, whole_steps(run.cost, run.context, run.steps, run.seconds, elapsed) - 1)
 
     def _count(self, run: StepRun, steps: int) -> None:
-        """So many steps of a run are over, and the next one has the pages that it seals."""
+        """Apply the first `steps` steps of a run to rows and pages. The next step has the pages that it seals."""
         more = steps - run.counted
         if more <= 0:
             return
@@ -324,7 +324,7 @@ class DecodeReplica:
             self._copy(seat)
 
     def _copy(self, seat: Seat[Job]) -> None:
-        """One copy after another, beside the steps, as the live swapper's thread does them."""
+        """Copy a sequence. Copies run one after another, beside the steps, as on the live swapper's thread."""
         now = self._world.now
         seconds = self.of.cost.swap(self.scheduler.footprint.resting_bytes(seat.rows))
         self._copies_until = max(now, self._copies_until) + seconds

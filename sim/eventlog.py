@@ -1,4 +1,4 @@
-"""What happened, in order: a digest of every event, counts, and spans for a Chrome trace if they are wanted."""
+"""Events of a simulation, in order: a digest and counts of all, and spans for a Chrome trace if they are wanted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BusySpan:
-    """A node was busy."""
+    """A time during which a node was busy."""
 
     node: str
     what: str
@@ -48,16 +48,16 @@ class BusySpan:
 
 @dataclass(slots=True)
 class EventLog:
-    """Equal logs have equal digests: time, kind, node and number of every event count."""
+    """Equal logs have equal digests. The digest covers time, kind, node and number of every event."""
 
     keep_spans: bool = False
     spans: list[BusySpan] = field(default_factory=list)
     listeners: list[Callable[[EventKind, int, int, int], None]] = field(default_factory=list)
-    """Hear of each event: kind, node, times and request."""
+    """Called with each event: kind, node, times and request."""
     _digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     _counts: Counter[EventKind] = field(default_factory=Counter)
     _fresh: list[Any] = field(default_factory=list)
-    """Time, node, number and kind of each event that is not in the digest yet: many at once are faster."""
+    """Time, node, number and kind of each event that is not in the digest yet. Digesting many at once is faster."""
 
     def add(self, now: float, kind: EventKind, node: int = -1, number: int = -1) -> None:
         """Count an event."""
@@ -76,7 +76,7 @@ class EventLog:
 
     @property
     def hexdigest(self) -> str:
-        """Of all events so far."""
+        """Digest of all events so far."""
         self._take()
         return self._digest.hexdigest()
 

@@ -28,7 +28,7 @@ def write_csv(record: SimulationRecord, path: Path) -> None:
 
 
 def write_chrome_trace(record: SimulationRecord, path: Path) -> None:
-    """For chrome://tracing and Perfetto: a line for each replica's passes and steps, one for each request's stages."""
+    """Write a file for chrome://tracing and Perfetto: a row per replica (passes, steps) and per request (stages)."""
     events: list[dict[str, Any]] = []
     rows = {name: index for index, name in enumerate(dict.fromkeys(span.node for span in record.spans))}
     for span in record.spans:
@@ -50,7 +50,7 @@ def _event(process: str, thread: int, name: str, when: tuple[float, float], args
 
 
 class Series:
-    """A run under the names of the router's metrics (`router.watch.metrics`), so that its dashboards show it."""
+    """A simulation under the names of the router's metrics (`router.watch.metrics`), so that its dashboards show it."""
 
     def __init__(self, record: SimulationRecord) -> None:
         self._record = record
@@ -105,7 +105,7 @@ def _buckets(values: Floats, bounds: tuple[float, ...]) -> tuple[list[tuple[str,
 
 
 def write_prometheus(record: SimulationRecord, path: Path) -> None:
-    """Prometheus' text format."""
+    """Write the metrics in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(Series(record))
     path.write_bytes(generate_latest(registry))

@@ -1,7 +1,7 @@
-"""A fault plan in simulated time: the rules that the live injector follows, for what the simulator knows.
+"""A fault plan in simulated time: the rules of the live injector, for the actions that the simulator knows.
 
-It knows two actions: `kill`, with the time until the node is back, at the points of `POINTS`; and `slow` on every
-frame of a sender (`times: 0`). Any other rule is refused by name.
+The simulator knows two actions: `kill`, with the time until the node is back, at the points of `POINTS`; and `slow` on
+every frame of a sender (`times: 0`). Any other rule is refused by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POINTS: Final = {
 
 
 class Faults:
-    """What goes wrong in one simulation. Raises `ConfigError` naming a rule that the simulator does not know."""
+    """The faults of one simulation. Raises `ConfigError` naming a rule that the simulator does not know."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self._plan = plan
@@ -45,11 +45,11 @@ class Faults:
 
     @property
     def at_tokens(self) -> bool:
-        """Whether a rule counts tokens: then every step is an event of its own."""
+        """Whether a rule counts tokens. If so, every step is an event of its own."""
         return any(rule.at is Point.TOKEN for rule in self._plan.rules)
 
     def slowed(self, node: str, rate: float) -> float:
-        """A sender's rate in bytes per second: a slow frame waits for its size, then travels."""
+        """A sender's rate in bytes per second under its slow rules: a frame waits for its size, then travels."""
         for rule in self._plan.rules:
             if rule.do is Action.SLOW and fnmatchcase(node, rule.node):
                 rate = 1 / (1 / rate + 1 / rule.bytes_per_s)
@@ -62,7 +62,7 @@ class Faults:
         make_decode: Callable[[int], DecodeReplica],
         world: World,
     ) -> None:
-        """Strike the replicas of a router whenever a rule says so."""
+        """Apply the kill rules to the replicas of a router."""
         if not any(rule.do is Action.KILL for rule in self._plan.rules):
             return
         nodes: dict[tuple[str, int], tuple[int, list[Armed]]] = {}

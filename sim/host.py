@@ -1,8 +1,8 @@
 """One machine on whose cores every process of a cluster computes.
 
 The work of a process is a flow (`sim.network`) whose bytes are microseconds of a core. All flows cross one link, which
-is as wide as there are cores. No flow gets more than one core, since no process has more than one thread that computes.
-While a core is left, work takes as long as it takes alone. While none is, work is stretched by what the others take.
+is as wide as the number of cores. No flow gets more than one core, since no process has more than one thread that
+computes. While a core is free, work takes as long as it takes alone. Otherwise the flows share the cores.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sim.spec import Host
 from sim.world import World
 
 _UNITS: Final = 1e6
-"""Of work in a second. A flow is empty with a thousandth of one left."""
+"""Units of work in a second of a core. A flow counts as empty with a thousandth of a unit left."""
 
 
 class HostCores:
-    """`sim.world.Cores`."""
+    """See `sim.world.Cores`."""
 
     def __init__(self, world: World, of: Host) -> None:
         self.cores = SharedLink("cores", of.cores * _UNITS)
@@ -34,7 +34,7 @@ class HostCores:
 
     @property
     def worked_s(self) -> float:
-        """Seconds of cores that were worked off."""
+        """Core seconds of work that is done."""
         return self.cores.carried / _UNITS
 
     def serve(self, seconds: float, call: Callable[[], None]) -> None:
@@ -49,14 +49,14 @@ class HostCores:
 
 
 class Thread:
-    """Does one thing after another."""
+    """A queue of work that runs one item at a time."""
 
     def __init__(self, compute: Callable[[float, Callable[[], None]], None]) -> None:
         self._compute = compute
         self._todo: deque[tuple[float, Callable[[], None]]] = deque()
 
     def compute(self, seconds: float, call: Callable[[], None]) -> None:
-        """Do this after what is there to do."""
+        """Do this work after all work that is queued."""
         self._todo.append((seconds, call))
         if len(self._todo) == 1:
             self._begin()

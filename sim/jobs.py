@@ -12,7 +12,7 @@ from hackkv.timing import Stage
 
 
 class Fate(Enum):
-    """How a job stands."""
+    """The outcome of a job so far."""
 
     UNDER_WAY = auto()
     DONE = auto()
@@ -20,15 +20,15 @@ class Fate(Enum):
 
 
 class Arrival(NamedTuple):
-    """One request of a trace. There are millions of them, which travel to other processes."""
+    """One request of a trace. A trace has millions, which travel to other processes, so this is a tuple."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     max_tokens: int = 0
-    """What it asks for; 0 is exactly what it gets."""
+    """The tokens that the request asks for; 0 means exactly `output_tokens`."""
     blocks: tuple[int, ...] = ()
-    """Names of the blocks of its prompt, as in Mooncake's traces: equal prefixes have equal names."""
+    """Names of the blocks of the prompt, as in Mooncake's traces: equal prefixes have equal names."""
     block_tokens: int = 512
     """Tokens of a block."""
 
@@ -37,7 +37,7 @@ _NOTHING = dict.fromkeys(Stage, 0.0)
 
 
 class StageTimes:
-    """Splits a job's life into stages; they sum to its length, since each moment belongs to one of them."""
+    """Splits a job's life into stages. They sum to its length, since each moment belongs to exactly one of them."""
 
     __slots__ = ("at", "marks", "spent", "stage")
 
@@ -45,7 +45,7 @@ class StageTimes:
         """`keep_marks` keeps every change of stage, for a trace."""
         self.stage, self.at = Stage.ROUTER_QUEUE, now
         self.spent = _NOTHING.copy()
-        """Seconds of each stage, in their order."""
+        """Stage -> seconds, in the order of `Stage`."""
         self.marks: list[tuple[Stage, float, float]] | None = [] if keep_marks else None
 
     def enter(self, stage: Stage, now: float) -> None:
@@ -61,29 +61,29 @@ class StageTimes:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What is reported beside the stages: seconds of sub-stages, and counts."""
+    """Values that are reported beside the stages: seconds of sub-stages, and counts."""
 
     quantize_s: float = 0.0
     attend_s: float = 0.0
     approximation_s: float = 0.0
     cached_tokens: int = 0
-    """Of the prompt, found in the prefill replica's memory."""
+    """Prompt tokens that were found in the prefill replica's memory."""
     swaps: int = 0
     failovers: int = 0
     wire_bytes: int = 0
-    """KV that was sent, repeats included."""
+    """Bytes of KV that were sent, repeats included."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request. Times in seconds of the simulation."""
+    """One request. Times are seconds of the simulation."""
 
     number: int
     arrival: Arrival
     arrived: float
     times: StageTimes
     rows: int
-    """Of its prompt, that stay once it is computed."""
+    """Rows of its prompt that stay once the prompt is computed."""
     left: int
     """Tokens that the client does not have yet."""
     names: Sequence[PageName] = ()
@@ -96,7 +96,7 @@ class Job:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that it may get."""
+        """The most tokens that the job may get."""
         return self.arrival.max_tokens or self.arrival.output_tokens
 
     @property

@@ -1,9 +1,9 @@
 """KV on its way: fluid flows that share links, max-min fair.
 
 A flow crosses its sender's line, its receiver's line and its receiver's processing, and has a limit of its own (so many
-TCP flows of so many Gbit/s). Whenever a flow starts or ends, the rates of all flows that share a link with it,
-directly or through others, are set anew by progressive filling: all rates rise alike until a link is full or a flow at
-its limit.
+TCP flows of so many Gbit/s). Whenever a flow starts or ends, the rates of all flows that share a link with it, directly
+or through others, are computed anew by progressive filling: all rates rise together until a link is full or a flow is
+at its limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sim.network_spec import LinkSharing
 from sim.world import World
 
 _EMPTY_BYTES = 1e-3
-"""What is left of a flow by rounding."""
+"""A flow with fewer bytes left counts as over; the rest is rounding."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class Flow:
     rate: float = 0.0
     since: float = 0.0
     version: int = 0
-    """Which of its planned ends is still true."""
+    """Version of the planned end that is still valid; earlier plans are ignored."""
 
 
 class Network:
@@ -56,7 +56,7 @@ class Network:
         """Bytes of all flows that are over."""
 
     def start(self, flow: Flow, num_bytes: float) -> None:
-        """Send `num_bytes` of a flow that has none under way; `flow.on_done` is called when they are there."""
+        """Send `num_bytes` of a flow that has none under way. `flow.on_done` is called when they have arrived."""
         flow.left, flow.total, flow.since = num_bytes, num_bytes, self._world.now
         if num_bytes <= _EMPTY_BYTES:
             self._world.after(0.0, partial(self._ended, flow, flow.version))
@@ -72,7 +72,7 @@ class Network:
                 self._join(flow)
 
     def cancel(self, flow: Flow) -> None:
-        """Give up a flow; what has arrived does not count."""
+        """Give up a flow; bytes that have arrived do not count."""
         flow.version += 1
         flow.left = 0.0
         self._leave(flow)
@@ -104,7 +104,7 @@ class Network:
             self._set_rates(neighbours)
 
     def _set_rates(self, flows: set[Flow]) -> None:
-        # Sets have no order that a seed fixes; rates do not depend on it, but the order of equal events does.
+        # The order of a set is not fixed by the seed. Rates do not depend on it, but the order of equal events does.
         ordered = [flow for link in _ordered_links(flows) for flow in link.flows]
         rates = fair_rates(dict.fromkeys(ordered))
         now = self._world.now
@@ -137,7 +137,7 @@ def _ordered_links(flows: Iterable[Flow]) -> list[SharedLink]:
 
 
 def _connected(flow: Flow) -> set[Flow]:
-    """The flow, and all that share a link with it, directly or through others."""
+    """The flow, and all flows that share a link with it, directly or through others."""
     found, todo = {flow}, [flow]
     seen: set[SharedLink] = set()
     while todo:
@@ -151,7 +151,7 @@ def _connected(flow: Flow) -> set[Flow]:
 
 
 def fair_rates(flows: Iterable[Flow]) -> dict[Flow, float]:
-    """Max-min fair rates in bytes per second: no flow can get more without one of no greater rate getting less."""
+    """Max-min fair rates in bytes per second: a flow can get more only if a flow of no greater rate gets less."""
     open_flows = dict.fromkeys(flows)
     rates: dict[Flow, float] = {}
     links = {link: [0.0, 0] for flow in open_flows for link in flow.links}

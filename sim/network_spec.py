@@ -1,4 +1,4 @@
-"""What lies between the replicas of a specification: `network`."""
+"""The network between the replicas of a specification: section `network`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class LinkSharing(StrEnum):
     FAIR = "fair"
     """Max-min fair over all links on the way."""
     INDEPENDENT = "independent"
-    """Every flow as if it were alone."""
+    """Every flow runs as if it were alone."""
     FIFO = "fifo"
     """A sender serves one flow after another."""
 
 
 class Sending(StrEnum):
-    """When KV leaves."""
+    """When KV leaves the prefill replica."""
 
     LAYERS = "layers"
     """Layer by layer, while the prompt is computed."""
@@ -32,18 +32,18 @@ class Sending(StrEnum):
 
 class RackSpec(Frozen):
     """Racks (or cells) whose machines share one uplink. It carries as much up as down, at the same time. Replicas fill
-    the racks in the order of their numbers; one that takes several machines is where its first one is. Each router
-    (`policy.shards`) has racks of its own."""
+    the racks in the order of their numbers. A replica that takes several machines belongs to the rack of its first one.
+    Each router (`policy.shards`) has racks of its own."""
 
     instances: int = Field(gt=0)
     """Machines of a rack."""
     uplink_gbit_s: float = Field(default=0.0, ge=0)
-    """Rated, each way."""
+    """Rated rate of the uplink, each way."""
     oversubscription: float = Field(default=0.0, ge=0)
-    """Instead: what the lines of a full rack sum to, as a multiple of its uplink."""
+    """Alternative to `uplink_gbit_s`: the sum of the lines of a full rack, as a multiple of its uplink."""
     mixed: bool = False
-    """Every rack has its part of both roles. Else racks of prefill replicas come first, then those of decode replicas,
-    and all KV crosses two uplinks."""
+    """True: every rack has its part of both roles. False: racks of prefill replicas come first, then those of decode
+    replicas, and all KV crosses two uplinks."""
 
     @model_validator(mode="after")
     def _has_one_rate(self) -> Self:
@@ -53,7 +53,7 @@ class RackSpec(Frozen):
 
 
 class NetworkSpec(Frozen):
-    """What lies between the replicas."""
+    """The network between the replicas."""
 
     sharing: LinkSharing = LinkSharing.FAIR
     sending: Sending = Sending.LAYERS
@@ -62,12 +62,12 @@ class NetworkSpec(Frozen):
     link_gbit_s: float = Field(default=0.0, ge=0)
     """Caps every replica's line; 0 leaves the instance's."""
     receiver_gbit_s: float = Field(default=0.0, ge=0)
-    """What a decode replica can verify and write; 0 is no limit."""
+    """The rate at which a decode replica can verify and write; 0 is no limit."""
     rack: RackSpec | None = None
-    """None: between replicas' lines is no bottleneck."""
+    """None: no bottleneck lies between the lines of two replicas."""
     request_s: float = Field(default=0.0, ge=0)
     """Fixed seconds of a request in the router, before it has a node: HTTP, tokens."""
     request_token_s: float = Field(default=0.0, ge=0)
-    """The same for each token of its prompt."""
+    """Seconds in the router for each token of the prompt, in addition."""
     call_s: float = Field(default=0.0, ge=0)
     """Fixed seconds between router and prefill replica, there and back."""

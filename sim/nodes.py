@@ -1,9 +1,9 @@
 """`python -m sim.nodes --set spec=SPEC.yaml --set router=HOST:PORT`: a specification's nodes without weights.
 
-Registers real prefill and decode nodes with a router, hundreds in this one process if need be. Each listens on a port
-of its own, schedules, sends KV and speaks gRPC as a node does, but its passes and steps are naps (`sim.weightless`). So
-routers are tested at a scale that nobody has the GPUs for. A process runs at most some thousand steps a second; with
-more, naps end late, and several processes share a fleet.
+This program registers real prefill and decode nodes with a router, hundreds in this one process if need be. Each
+listens on a port of its own, schedules, sends KV and speaks gRPC as a node does, but its passes and steps only sleep
+(`sim.weightless`). So routers are tested at a scale for which the GPUs are not there. A process runs at most some
+thousand steps a second. With more, sleeps end late; use several processes for one fleet.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from transport.closing import reap
 
 
 class FleetConfig(RoleConfig):
-    """What to serve, and for whom."""
+    """The nodes to serve, and their router."""
 
     spec: Path
-    """As for `hackkv simulate`; its pools say how many nodes, and how long work takes."""
+    """The file, as for `hackkv simulate`. Its pools say how many nodes there are, and how long work takes."""
     router: str = ""
     """Control address (host:port) of the router."""
     model: str = ""
     """The checkpoint that the router tokenizes for: folder or hub name; empty is the shipped one. No weight is read."""
     first: int = 0
-    """Number of the first node of each role, where several processes serve one fleet."""
+    """Number of the first node of each role, if several processes serve one fleet."""
 
 
 async def serve(config: FleetConfig, shutdown: Shutdown) -> None:
-    """Run every node of a specification until told to end. Raises `ConfigError`, or what the first node to fail raises.
+    """Run every node of a specification until told to end. Raises `ConfigError`, or the error of the first failed node.
 
-    Each node ends by itself: one that has drained does not stop the others.
+    Each node ends by itself: a node that has drained does not stop the others.
     """
     spec, folder = read_spec(config.spec), find_model(config.model).path
     if not spec.prefill:
@@ -82,7 +82,7 @@ async def _pass_on(shutdown: Shutdown, ends: Sequence[Shutdown]) -> None:
 
 
 def _prepared(config: FleetConfig, spec: Spec, pool: ReplicaPool, folder: Path) -> tuple[Loaded, dict[str, Any]]:
-    """What the nodes of a pool share. Pages are as many as a replica has; a thin model's take less memory."""
+    """Settings that the nodes of a pool share. They have as many pages as a replica; thin pages take less memory."""
     worker = weightless_worker(spec, pool, folder)
     codec = CodecConfig(name=spec.codec.name, settings=spec.codec.settings, allow_loss=True)
     loaded = Loaded(ModelConfig(threads=1), codec, worker)

@@ -1,7 +1,7 @@
 """Which replica gets a job: the router's own policy over the loads of a fleet.
 
-`router.fleet.policy` looks at every node for each request, which is right for the fleet of one router and slow for
-thousands of replicas. `Shelf` keeps loads in arrays and gives the same answer; it asks the policy itself where nodes
+`router.fleet.policy` looks at every node for each request. That is right for the fleet of one router, and slow for
+thousands of replicas. `Shelf` keeps loads in arrays and gives the same answer. It asks the policy itself where nodes
 are to be avoided or hold a part of the prompt. `tests/sim/test_placing.py` holds both against each other.
 """
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from router.fleet.policy import DecodeLoad, Need, PrefillLoad, pages_for, pick_decode, pick_prefill
 
 _AGE_BITS = 26
-"""Choices that keys can tell apart; loads take the bits above."""
+"""Bits of a key for the time of the last choice; the load takes the bits above."""
 _NEVER = int(np.iinfo(np.int64).max)
 
 
@@ -33,19 +33,19 @@ class Shelf:
         self._least_total = min(total_pages, default=0)
         size = len(self.names)
         self.tokens = [0] * size
-        """Queued or outstanding tokens of what was booked."""
+        """Tokens booked on each replica: queued ones for prefill, outstanding ones for decode."""
         self.free = self._total.copy()
-        """Free pages as the router believes."""
+        """Free pages of each replica, as the router believes."""
         self.up = [True] * size
-        """Takes requests."""
+        """Whether each replica takes requests."""
         self._chosen = [0] * size
         self._choices = count(1)
         self._keys = np.zeros(size, dtype=np.int64)
-        """By tokens, then by the last choice; `_NEVER` for who is away. The least one is chosen."""
+        """Keys that order replicas by tokens, then by the last choice. A replica that is away has `_NEVER`."""
 
     def pick_prefill(self, avoid: frozenset[int] = frozenset(), held: Sequence[int] = ()) -> int | None:
         """The replica with the fewest tokens to compute; None if all are away. `held` are the prompt's tokens that each
-        replica has; empty if none has any."""
+        replica holds; empty if no replica holds any."""
         if avoid or held:
             loads = [
                 PrefillLoad(name, self.tokens[index], self._chosen[index], draining=not self.up[index], held_tokens=has)
@@ -55,8 +55,8 @@ class Shelf:
         return self._least(self._keys)
 
     def pick_decode(self, need: Need, avoid: frozenset[int] = frozenset(), held: Sequence[int] = ()) -> int | None:
-        """The replica with the fewest outstanding tokens among those with room; None if none has. `held` as for
-        prefill."""
+        """The replica with the fewest outstanding tokens among those with room; None if none has room. `held` is as in
+        `pick_prefill`."""
         if avoid or held:
             away = {self.names[index] for index in avoid}
             return self._named(pick_decode(self._decode_loads(held or repeat(0)), need, avoid=away))
@@ -68,7 +68,7 @@ class Shelf:
         return self._least(np.where(self.free >= landing, keys, _NEVER))
 
     def could_hold(self, need: Need) -> bool:
-        """Whether a replica that is here has room once others have ended."""
+        """Whether a replica that is up would have room once all others have ended."""
         whole = pages_for(need.whole, self._page_tokens)
         if whole <= self._least_total:
             return any(self.up)

@@ -1,6 +1,6 @@
 """A prefill replica in simulated time: the live scheduler, page pool and host memory, and shipments of KV.
 
-A pass takes as long as it costs. What a pass seals leaves layer by layer: all layers but the last from the moment at
+A pass takes as long as it costs. KV that a pass seals leaves layer by layer: all layers but the last from the moment at
 which the first is done, the last one at the end of the pass. So a handoff ends no earlier than the prompt, and no
 earlier than its bytes allow.
 """
@@ -25,7 +25,7 @@ from sim.world import World
 
 
 class Receiver(Protocol):
-    """Where KV goes."""
+    """The destination of KV."""
 
     @property
     def links(self) -> tuple[SharedLink, ...]:
@@ -34,7 +34,7 @@ class Receiver(Protocol):
 
     @property
     def uplink(self) -> Uplink | None:
-        """Of the receiver's rack."""
+        """The uplink of the receiver's rack; None without racks."""
         ...
 
 
@@ -50,16 +50,16 @@ class SimulatedShipment:
     """Bytes that are ready to leave."""
     sent: int = 0
     complete: bool = False
-    """All bytes are made."""
+    """All bytes are ready."""
     claim: Claim | None = None
     kept: bool = True
-    """Host memory still has it."""
+    """Host memory still has the KV."""
     flow: Flow | None = None
     epoch: int = 0
 
     def assign(self, receiver: Receiver, held_pages: int = 0) -> None:
         """Send everything to `receiver`, from the beginning, but for the first pages, which it has. The exact rows of
-        those are sent again, as where a prompt does not go on from the end of an earlier one."""
+        those pages are sent again, as for a prompt that does not continue an earlier one at its end."""
         self.give_up()
         self.receiver, self.sent = receiver, 0
         if held_pages:
@@ -79,7 +79,7 @@ class SimulatedShipment:
         self.epoch += 1
 
     def pump(self) -> None:
-        """Send what is ready, unless something is under way."""
+        """Send what is ready, unless a push is under way."""
         sender = self.sender
         if self.receiver is None or self.flow is not None or not (self.complete or sender.early):
             return
@@ -96,7 +96,7 @@ class SimulatedShipment:
             sender.world.compute(sender.setup_s, partial(self._committed, self.epoch))
 
     def _arrived(self, epoch: int, seconds: float) -> None:
-        """The line has carried bytes; both ends have their work with them."""
+        """The line has carried the bytes; now both ends spend processor time on them."""
         self.sender.world.compute(seconds, partial(self._handled, epoch))
 
     def _handled(self, epoch: int) -> None:
@@ -120,25 +120,25 @@ class KvDispatch:
     """Bytes per second of one handoff at most."""
     setup_s: float
     byte_s: float
-    """Seconds of a core for each byte."""
+    """Seconds of a core for each byte, at each end."""
     early: bool
     """Layers leave while their pass still computes later ones."""
     blocking: bool
-    """Its replica computes nothing while it sends."""
+    """The replica computes nothing while it sends."""
     uplink: Uplink | None = None
-    """Of its rack."""
+    """The uplink of the replica's rack."""
 
 
 @dataclass(slots=True)
 class PrefillTally:
-    """What a replica did."""
+    """The work that a replica did."""
 
     tokens: int = 0
     passes: int = 0
     busy_s: float = 0.0
     cached_tokens: int = 0
     kind: int = 0
-    """Its pool: the place in `Spec.prefill`."""
+    """Index of the replica's pool in `Spec.prefill`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +182,7 @@ class PrefillReplica:
         return shipment
 
     def leave(self, job: Job) -> None:
-        """The job is over: give its host memory back, and look what fits into it. Its prompt is complete."""
+        """The job is over: give its host memory back, and see which waiting prompts fit. Its prompt is complete."""
         shipment = self.shipments.pop(job, None)
         if shipment is not None:
             shipment.give_up()
@@ -200,7 +200,7 @@ class PrefillReplica:
         self.wake()
 
     def stop(self) -> list[SimulatedShipment]:
-        """The node dies. Returns what it had."""
+        """Let the node die. Returns the shipments that it had."""
         self._dead = True
         shipments = list(self.shipments.values())
         for shipment in shipments:
@@ -210,14 +210,14 @@ class PrefillReplica:
         return shipments
 
     def wake(self) -> None:
-        """There may be something to compute."""
+        """Start a pass if there is something to compute and nothing forbids it."""
         if self._pass is not None or self._dead:
             return
         if (self.scheduler.waiting or self.scheduler.running) and not (self.sender.blocking and self._sends):
             self._start()
 
     def held_tokens(self, job: Job) -> int:
-        """Tokens of a prompt that need not be computed here: all but the last at most."""
+        """Tokens of a prompt that need not be computed here: at most all but the last."""
         pages = len(self.scheduler.pool.match(job.names))
         return min(pages * self._world.footprint.page_tokens, job.arrival.prompt_tokens - 1)
 
@@ -271,8 +271,8 @@ class PrefillReplica:
         self._world.compute(run.cost.seconds * (layers - 1) / layers, partial(self._end, run))
 
     def _chunk_bytes(self, chunk: Chunk[Job]) -> int:
-        """What a chunk seals, and what leaves with it: after shared pages, those too. Where rows are evicted, the last
-        chunk seals all that stay."""
+        """Bytes that a chunk seals and that leave with it, those of shared pages before it included. If rows are
+        evicted, the last chunk seals all that stay."""
         end, of, rows = chunk.start + chunk.count, self._world.footprint, chunk.prompt.owner.rows
         first = 0 if chunk.start == chunk.prompt.cached_tokens else chunk.start
         if rows < chunk.prompt.num_tokens or (not first and chunk.is_last):

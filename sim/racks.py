@@ -16,7 +16,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uplink:
-    """Of one rack, both ways."""
+    """The uplink of one rack, both ways."""
 
     up: SharedLink
     down: SharedLink
@@ -33,7 +33,7 @@ def uplinks_of(
     spec: Spec, replicas: Mapping[str, Sequence[tuple[int, ReplicaPool]]], link: Callable[[str, float], SharedLink]
 ) -> dict[Place, Uplink]:
     """The uplink of every replica of one router; empty without racks. `replicas` are (number, pool) by role, and `link`
-    makes a link of a name and a rate. A rack of several kinds has the mean of what its machines would have."""
+    makes a link of a name and a rate. A rack of several kinds gets the mean rate, weighted by machines."""
     rack = spec.network.rack
     if rack is None:
         return {}
@@ -58,7 +58,7 @@ def uplinks_of(
 def _in_order(
     replicas: Mapping[str, Sequence[tuple[int, ReplicaPool]]], *, mixed: bool
 ) -> list[tuple[Place, ReplicaPool]]:
-    """All replicas, role after role, or with both roles spread evenly over the whole."""
+    """All replicas: one role after the other, or, if mixed, each role spread evenly over the whole."""
     order = [
         ((index + 0.5) / len(some) if mixed else 0.0, (role, number), pool)
         for role, some in replicas.items()

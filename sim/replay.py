@@ -1,8 +1,9 @@
-"""Decisions of live schedulers, recorded and made again: the proof that the simulator shares them.
+"""Decisions of live schedulers, recorded and made again: a proof that the simulator shares them.
 
-A `Tape` keeps every call of a live scheduler with its answer: who came, landed, left, which step was planned and what
-it took. `replay_decode` and `replay_prefill` make the same calls on a scheduler as the simulator builds it (its page
-books count), and list every answer that differs. Of a prefill node the tape also keeps what host memory answered.
+A `Tape` keeps every call of a live scheduler with its answer: which sequences came, landed and left, which step was
+planned, and when. `replay_decode` and `replay_prefill` make the same calls on a scheduler as the simulator builds it
+(its page books count), and report the first answer that differs. The tape of a prefill node also keeps the answers
+of host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Owner = TypeVar("Owner")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerCall:
-    """One call of a scheduler. Sequences and prompts go by the order in which they came."""
+    """One call of a scheduler. Sequences and prompts are numbered in the order in which they came."""
 
     name: str
     at_s: float
@@ -47,11 +48,11 @@ class Tape:
         self.calls.append(SchedulerCall(name, perf_counter() - self.began, arguments, answer))
 
     def write(self, path: Path) -> None:
-        """As JSON lines."""
+        """Write the tape as JSON lines."""
         path.write_text("".join(f"{json.dumps(asdict(call))}\n" for call in self.calls), encoding="utf-8")
 
     def step_seconds(self) -> list[float]:
-        """How long each step or pass took: from its plan to its end. For `sim.costs.Recorded`."""
+        """Seconds of each step or pass, from its plan to its end, for `sim.costs.Recorded`."""
         seconds, planned = [], 0.0
         for call in self.calls:
             if call.name == "schedule":
@@ -62,7 +63,7 @@ class Tape:
 
 
 def read_tape(path: Path) -> Tape:
-    """Raises `ConfigError` naming file and line."""
+    """Read a tape. Raises `ConfigError` naming file and line."""
     calls = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -76,7 +77,7 @@ def read_tape(path: Path) -> Tape:
 
 
 def record_decode(scheduler: DecodeScheduler[Owner], tape: Tape) -> None:
-    """Keep every call of a live scheduler from now on. It must have no sequences yet, and sequences share no pages."""
+    """Record every call of a live scheduler from now on. It has no sequences yet, and sequences share no pages."""
     numbers: dict[Seat[Owner], int] = {}
     admit, land, leave = scheduler.admit, scheduler.land, scheduler.leave
     schedule, stepped, copied = scheduler.schedule, scheduler.stepped, scheduler.copied
@@ -131,9 +132,9 @@ def _plan(plan: Plan[Owner], number: Callable[[Seat[Owner]], int]) -> list[Any]:
 
 
 def replay_decode(tape: Tape, live: DecodeScheduler[Any], pages: int, slots: int, limits: SchedulerLimits) -> list[str]:
-    """Make a tape's calls on a scheduler over a book that counts. Returns what was decided otherwise, in words.
+    """Make a tape's calls on a scheduler over a book that counts. Returns the first decision that differs, in words.
 
-    Of `live` only its sizes are used.
+    Only the sizes of `live` are used.
     """
     scheduler: DecodeScheduler[int] = DecodeScheduler(CountedPages(pages, slots), live.footprint, limits)
     seats: dict[int, Seat[int]] = {}
@@ -169,7 +170,7 @@ def replay_decode(tape: Tape, live: DecodeScheduler[Any], pages: int, slots: int
 
 
 def record_prefill(scheduler: PrefillScheduler[Owner], tape: Tape) -> None:
-    """Keep every call of a live scheduler from now on. It must have no prompts yet, and share no prefixes."""
+    """Record every call of a live scheduler from now on. It has no prompts yet, and prompts share no prefixes."""
     numbers: dict[Prompt[Owner], int] = {}
     add, leave, schedule = scheduler.add, scheduler.leave, scheduler.schedule
     commit, abandon = scheduler.commit, scheduler.abandon
@@ -213,7 +214,7 @@ def record_prefill(scheduler: PrefillScheduler[Owner], tape: Tape) -> None:
 
 
 def replay_prefill(tape: Tape, pages: int, slots: int, page_tokens: int, chunk_tokens: int) -> list[str]:
-    """Make a tape's calls on a scheduler over a book that counts. Returns what was decided otherwise, in words."""
+    """Make a tape's calls on a scheduler over a book that counts. Returns the first decision that differs, in words."""
     book = CountedPrefixes(pages, slots, page_tokens, HostPool(0, lambda _: None), 1)
     scheduler: PrefillScheduler[int] = PrefillScheduler(book, chunk_tokens)
     prompts: dict[int, Prompt[int]] = {}

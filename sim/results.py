@@ -1,4 +1,4 @@
-"""What became of every request of a simulation: one row each, as numbers."""
+"""The outcome of every request of a simulation: one row of numbers each."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ COLUMNS: Final = (
     "wire_bytes",
     "ok",
 )
-"""Of a row. `ttft_s` is from arrival to token 0, `e2el_s` (JCT) to the last one. `tpot_s` is (JCT - TTFT) /
-(tokens - 1), and not a number where there is only one token."""
+"""Columns of a row. `ttft_s` is from arrival to token 0, `e2el_s` (JCT) from arrival to the last token. `tpot_s` is
+(JCT - TTFT) / (tokens - 1), and NaN if there is only one token."""
 
 
 class RequestTable:
     """A growing table of finished requests, in the order of their numbers."""
 
     def __init__(self, numbers: range) -> None:
-        """`numbers` are those of all requests that may come."""
+        """`numbers` are those of all requests that may be added."""
         self._numbers = numbers
         self._table: Floats = np.full((len(numbers), len(COLUMNS)), np.nan)
         self._fresh, self._fresh_places = array("d"), array("q")
-        """Rows that are not in the table yet, and where they belong: many at once are faster."""
+        """Rows that are not in the table yet, and their places. Adding many at once is faster."""
         self._place = {name: index for index, name in enumerate(COLUMNS)}
         self.errors: dict[int, str] = {}
         self.filled = 0
 
     def add(self, job: Job) -> None:
-        """Keep a job that is over."""
+        """Add the row of a job that is over."""
         account, prompt, tokens = job.account, job.arrival.prompt_tokens, job.arrival.output_tokens
         jct_s = job.ended_at - job.arrived
         ttft_s = jct_s if job.first_at is None else job.first_at - job.arrived
@@ -84,14 +84,14 @@ class RequestTable:
             self.errors[job.number] = job.error
 
     def take(self, part: RequestTable) -> None:
-        """Take over the rows of a part of the requests."""
+        """Copy the rows of a table that holds a part of the requests."""
         first, step = (self._numbers.index(part._numbers[0]), part._numbers.step) if len(part._numbers) else (0, 1)
         self.table[first::step][: len(part._numbers)] = part.table
         self.errors |= part.errors
         self.filled += part.filled
 
     def __getitem__(self, column: str) -> Floats:
-        """A column over all requests; not a number where one never ended."""
+        """A column over all requests; NaN for a request that never ended."""
         return self.table[:, self._place[column]]
 
     @property
@@ -101,7 +101,7 @@ class RequestTable:
 
     @property
     def table(self) -> Floats:
-        """[requests, columns]"""
+        """All rows: float64 [requests, columns]."""
         if self._fresh:
             self._table[self._fresh_places] = np.frombuffer(self._fresh).reshape(-1, len(COLUMNS))
             self._fresh, self._fresh_places = array("d"), array("q")
@@ -110,19 +110,19 @@ class RequestTable:
 
 @dataclass(slots=True, eq=False)
 class SimulationRecord:
-    """A simulation in numbers."""
+    """The numbers of a simulation."""
 
     spec: Spec
     rows: RequestTable
     events: str
-    """Digest of all that happened; equal runs have equal ones."""
+    """Digest of all events; equal runs have equal digests."""
     counts: Counter[EventKind]
     """Events by kind."""
     prefills: list[sim.prefill.PrefillTally]
     decodes: list[sim.decode.DecodeTally]
     links_s: list[float]
-    """Seconds that each link would have taken for its bytes at full rate."""
+    """Seconds that each link would take for its bytes at full rate."""
     paid_s: dict[str, float]
-    """Role -> seconds of replicas that ran; only of a role that scales."""
+    """Role -> seconds of replicas that ran; only for roles that scale."""
     spans: list[BusySpan] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""Room for KV in simulated time: the router's line for decode replicas, and what each of them has given out.
+"""Room for KV in simulated time: the router's line for decode replicas, and the room that each has given out.
 
-What the router believes of a replica's free pages is renewed whenever a request comes to it or leaves it.
+The router's belief about a replica's free pages is renewed whenever a request comes to that replica or leaves it.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ class DecodeSite:
     replica: DecodeReplica
     links: tuple[SharedLink, ...]
     prompts: InterleavedPrompts | None = None
-    """Set where the replica computes prompts too."""
+    """Set if the replica computes prompts too."""
     uplink: Uplink | None = None
-    """Of its rack."""
+    """The uplink of the replica's rack."""
 
 
 @dataclass(slots=True, eq=False)
 class Ride:
-    """A job and its places."""
+    """A job with its places on replicas and in line."""
 
     job: Job
     serial: int
     whole: int
-    """Tokens that it may come to: prompt and answer."""
+    """The most tokens that the job can have: prompt and answer."""
     prefill: int | None = None
     shipment: SimulatedShipment | None = None
     decode: int | None = None
     seat: Seat[Job] | None = None
     tokens: int = 0
-    """On the decode replica's account."""
+    """Tokens on the decode replica's account."""
     queued: int = 0
     """Tokens on the prefill replica's account."""
     ticket: Ticket | None = None
     """Its place in line for a decode replica."""
     avoid: frozenset[int] = frozenset()
-    """Decode replicas that failed it."""
+    """Decode replicas that failed this job."""
 
     @property
     def need(self) -> Need:
@@ -64,8 +64,8 @@ class Ride:
 
 
 class Rooms:
-    """The decode replicas of one router. `on_room` is called with a ride that got room, `on_refused` with one that no
-    replica can ever serve."""
+    """The decode replicas of one router. `on_room` is called with a ride that got room, `on_refused` with a ride that
+    no replica can ever serve."""
 
     def __init__(self, world: World, sites: list[DecodeSite], ageing: Ageing) -> None:
         self._world, self._ageing, self.sites = world, ageing, sites
@@ -75,14 +75,14 @@ class Rooms:
         self.on_refused: Callable[[Ride, str], None] = lambda _, __: None
         self._line: list[Ticket] = []
         self._standing: dict[int, Ride] = {}
-        """Who stands in line, by serial."""
+        """Serial -> ride, for the rides that stand in line."""
 
     def __len__(self) -> int:
         """Requests in line."""
         return len(self._line)
 
     def stand(self, ride: Ride) -> None:
-        """Get room now, or stand in line for it, as `router.fleet.line.Line.wait`."""
+        """Get room now, or stand in line for it, as in `router.fleet.line.Line.wait`."""
         need = ride.need
         if not self._line:
             place = self._place(ride, need)
@@ -97,14 +97,14 @@ class Rooms:
         insort(self._line, ticket, key=lambda ticket: ticket.demand.serial)
 
     def forget(self, ride: Ride) -> None:
-        """Leave the line, if it stands there."""
+        """Take a ride out of the line, if it stands there."""
         if ride.ticket is not None:
             self._line.remove(ride.ticket)
             del self._standing[ride.serial]
             ride.ticket = None
 
     def serve(self) -> None:
-        """Give out the room that there is now, as `router.fleet.line.Line.serve`."""
+        """Give out the room that is free now, as in `router.fleet.line.Line.serve`."""
         if not self._line:
             return
         place: int | None = None
@@ -134,7 +134,7 @@ class Rooms:
         return self.shelf.pick_decode(need, ride.avoid, held)
 
     def release(self, ride: Ride) -> None:
-        """Give a ride's room back, if it has some."""
+        """Give a ride's room back, if it has any."""
         if ride.decode is not None and ride.seat is not None:
             self.shelf.book(ride.decode, -ride.tokens)
             self.sites[ride.decode].replica.leave(ride.seat)
@@ -142,7 +142,7 @@ class Rooms:
             ride.decode, ride.seat = None, None
 
     def down(self, index: int) -> bool:
-        """A replica dies. Returns whether it was up."""
+        """Let a replica die. Returns whether it was up."""
         if not self.shelf.up[index]:
             return False
         self.shelf.mark(index, up=False)
@@ -152,7 +152,7 @@ class Rooms:
         return True
 
     def up(self, index: int, replica: DecodeReplica) -> None:
-        """A replica is back, empty."""
+        """Put a new, empty replica in place of one that died."""
         self.sites[index].replica = replica
         self.shelf.mark(index, up=True)
         self._report(index)
@@ -163,7 +163,7 @@ class Rooms:
         return self.shelf.could_hold(demand.need)
 
     def _open(self, ride: Ride, index: int) -> bool:
-        """Book a replica and ask it for room. If it has none it counts as full, and the ride stays in line (False)."""
+        """Book a replica and ask it for room. If it has none it counts as full, and False says to stay in line."""
         job, replica, shelf = ride.job, self.sites[index].replica, self.shelf
         shelf.choose(index)
         try:
@@ -188,5 +188,5 @@ class Rooms:
 
 
 def names(count: int) -> Sequence[str]:
-    """Names of so many replicas, sorted."""
+    """`count` names of replicas, sorted."""
     return [f"{index:06d}" for index in range(count)]

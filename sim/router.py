@@ -1,8 +1,8 @@
 """The router in simulated time: the live policy and line, and what a request does when a node is lost.
 
-A request is booked on the prefill replica with the fewest queued tokens. If a decode replica has room it is booked
-there at once, so that KV leaves while the prompt is computed; else the request stands in line (`sim.rooms`) and its
-prefill replica keeps the KV.
+A request is booked on the prefill replica with the fewest queued tokens. If a decode replica has room, the request is
+booked there at once, so that KV leaves while the prompt is computed. Else the request stands in line (`sim.rooms`), and
+its prefill replica keeps the KV.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Router:
                 site.prompts.on_complete = self._complete
 
     def _work(self, seconds: float, call: Callable[[Ride], None], ride: Ride) -> None:
-        """Call `call` with a request when the router has worked on it for so long."""
+        """Call `call` with a request after the router has worked on it for `seconds`."""
         if seconds <= 0:
             call(ride)
         elif self._world.cores is None:
@@ -72,7 +72,7 @@ class Router:
         ride.job.times.enter(Stage.STREAM, self._world.now)
         self._work(self._network.call_s, self._dispatch, ride)
 
-    # If all goes well --------------------------------------------------------------------------------------------
+    # The usual course --------------------------------------------------------------------------------------------
 
     def _dispatch(self, ride: Ride) -> None:
         job = ride.job
@@ -103,7 +103,7 @@ class Router:
             site.replica.wake()
 
     def _complete(self, job: Job) -> None:
-        """A replica that does both has computed a prompt; its KV is where it is needed."""
+        """A replica that does both roles has computed a prompt. The KV is already where decoding needs it."""
         ride = self._rides[job]
         job.first_at = self._world.now
         job.left -= 1
@@ -164,10 +164,10 @@ class Router:
         self.rooms.release(ride)
         ride.shipment, ride.prefill = None, None
 
-    # What may come before it -------------------------------------------------------------------------------------
+    # Losses of nodes ---------------------------------------------------------------------------------------------
 
     def decode_down(self, index: int) -> None:
-        """A decode replica dies. Its requests go on elsewhere: with their KV if its prefill replica kept it."""
+        """A decode replica dies. Its requests go on elsewhere, with their KV if their prefill replica kept it."""
         if not self.rooms.down(index):
             return
         for ride in [ride for ride in self._rides.values() if ride.decode == index]:
@@ -190,7 +190,7 @@ class Router:
         self.rooms.up(index, replica)
 
     def prefill_down(self, index: int) -> None:
-        """A prefill replica dies. Requests whose KV has landed do not notice; the others begin again."""
+        """A prefill replica dies. Requests whose KV has landed are not affected; the others begin again."""
         if not self.shelf.up[index]:
             return
         self.shelf.mark(index, up=False)
@@ -221,6 +221,6 @@ class Router:
         return False
 
     def _again(self, ride: Ride) -> None:
-        """Begin the request again on other nodes; the client keeps what it has."""
+        """Begin the request again on other nodes; the client keeps its tokens."""
         self._let_go(ride)
         self._dispatch(ride)

@@ -1,4 +1,4 @@
-"""Durations that are multiplied by a factor each: noise."""
+"""Noise: durations that are each multiplied by a random factor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sim.costs import CostModel, PassCost, StepCost
 
 @dataclass(frozen=True, slots=True)
 class _ScaledStep:
-    """Steps of one run share a factor."""
+    """Steps of one run, which share a factor."""
 
     cost: StepCost
     factor: float
@@ -28,7 +28,7 @@ class _ScaledStep:
 
 
 class Scaled:
-    """A cost model whose durations are multiplied by what `factor` says when the work begins."""
+    """A cost model whose durations are multiplied by a factor, drawn from `factor` when the work begins."""
 
     def __init__(self, cost: CostModel, factor: Callable[[], float]) -> None:
         self._cost, self._factor = cost, factor
@@ -52,5 +52,5 @@ class Scaled:
 
 
 def noisy(cost: CostModel, sigma: float, seed: str) -> Scaled:
-    """Lognormal factors of median 1 from a generator of its own. Equal seeds give equal noise."""
+    """A cost model with lognormal factors of median 1. Equal seeds give equal noise."""
     return Scaled(cost, partial(random.Random(seed).lognormvariate, 0.0, sigma))

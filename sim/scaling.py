@@ -1,9 +1,9 @@
-"""Replicas that come and go with the load, in ticks; a cluster that runs itself has no such controller of its own.
+"""Replicas that start and stop with the load. The live cluster has no such controller of its own.
 
 The rules are those that a deployment would give an autoscaler (prefill by seconds of queued work, decode by pages in
-use, never by how busy a processor is): up at once, by as many as the load asks for; down one at a time, and only after
-the load has been low for long. A replica that is started takes its time, costs from then on, and takes no request
-before. One that is stopped takes none any more, ends its own, and costs until then.
+use, never by how busy a processor is). Upwards, as many replicas start at once as the load asks for. Downwards, one
+stops at a time, and only after the load has been low for long. A replica costs from its start on, and takes requests
+once it is up. A replica that ends takes no new request, serves its own, and costs until they are over.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STEP_DOWN_S = 60.0
 
 @dataclass(slots=True)
 class Scaler:
-    """Decides. Time is an argument."""
+    """Decides how many replicas run. Time is an argument."""
 
     scale: Scale
     most: int
     low_since: float | None = None
 
     def wanted(self, running: int, load: float, now: float) -> int:
-        """How many replicas should run, `running` of which do at `load`, a mean over them."""
+        """How many replicas should run, if `running` replicas run at a mean load of `load`."""
         if load > self.scale.up_at:
             self.low_since = None
             return min(self.most, math.ceil(running * load / self.scale.up_at))
@@ -50,7 +50,7 @@ class Scaler:
 
 
 class ReplicaState(Enum):
-    """How a replica stands."""
+    """The state of a replica."""
 
     OFF = auto()
     STARTING = auto()
@@ -61,17 +61,17 @@ class ReplicaState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What is known of the replicas of a role."""
+    """The controller's view of the replicas of a role."""
 
     load: Callable[[list[int]], float]
-    """Of those at these places."""
+    """The load of the replicas at these places."""
     is_idle: Callable[[int], bool]
     on_up: Callable[[], None]
-    """A replica takes requests from now on."""
+    """Called when a replica begins to take requests."""
 
 
 class Staff:
-    """The replicas of one role of one router. `tick` is to be called every `TICK_S`."""
+    """The controller of the replicas of one role of one router. Call `tick` every `TICK_S`."""
 
     def __init__(self, world: World, scale: Scale, shelf: Shelf, watched: Watched) -> None:
         self._world, self._scale, self._shelf, self._watched = world, scale, shelf, watched
@@ -81,7 +81,7 @@ class Staff:
         for index, state in enumerate(self._states):
             shelf.mark(index, up=state is ReplicaState.UP)
         self.paid_s = 0.0
-        """Seconds of replicas that were not off."""
+        """Seconds of all replicas while they were not off."""
 
     def tick(self) -> None:
         """Pay for the time since the last tick, look at the load, start and stop."""
@@ -100,7 +100,7 @@ class Staff:
             self._shelf.mark(index, up=False)
 
     def _start(self, index: int) -> None:
-        """One that still ends its requests is back at once."""
+        """Start a replica. A replica that still ends its requests is back at once."""
         takes_s = self._scale.start_s if self._states[index] is ReplicaState.OFF else 0.0
         self._states[index] = ReplicaState.STARTING
         self._world.after(takes_s, lambda: self._started(index))
@@ -115,11 +115,11 @@ class Staff:
 
 
 def staff_of(world: World, spec: Spec, router: Router) -> dict[str, Staff]:
-    """Role -> its controller, where the specification asks for one. Its role has one pool then."""
+    """Role -> its controller, for each role that scales. Such a role has one pool."""
     prefills, rooms, staff = router.prefills, router.rooms, {}
 
     def queued_s(up: list[int]) -> float:
-        """Seconds of work that stand before each replica, at the speed that was measured so far."""
+        """Mean seconds of queued work per replica, at the speed that was measured so far."""
         tokens, busy_s = sum(one.tally.tokens for one in prefills), sum(one.tally.busy_s for one in prefills)
         return sum(prefills[index].queued_tokens for index in up) * busy_s / max(1, tokens) / max(1, len(up))
 

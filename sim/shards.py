@@ -1,7 +1,7 @@
 """A simulation of several routers, one after another or in processes of their own.
 
-A router shares nothing with others: neither replicas nor links nor, in an open loop, requests. So its part is a
-simulation by itself. Small ones are also faster than one large one: their state stays in the processor's caches.
+A router shares nothing with others: neither replicas nor links nor, in an open loop, requests. So the part of a router
+is a simulation by itself. Small simulations are also faster than one large one: their state stays in caches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sim.spec import Spec
 def simulate(spec: Spec, arrivals: Sequence[Arrival], options: Options, processes: int = 1) -> SimulationRecord:
     """Serve all requests. The result does not depend on `processes`.
 
-    Clients of a closed loop go from router to router, so those are simulated together.
+    Clients of a closed loop go from router to router, so these routers are simulated together.
     """
     if spec.policy.shards == 1 or spec.load.concurrency:
         return Cluster(spec, options).run(arrivals).record
@@ -45,7 +45,7 @@ def simulate(spec: Spec, arrivals: Sequence[Arrival], options: Options, processe
 
 
 def _parts(spec: Spec, arrivals: Sequence[Arrival], options: Options, processes: int) -> Iterator[SimulationRecord]:
-    """What each router did, in their order."""
+    """The record of each router, in the order of the routers."""
     shards = spec.policy.shards
     own = Options(options.seed, options.macro, options.keep_spans)
     if processes == 1:

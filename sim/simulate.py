@@ -32,7 +32,7 @@ from sim.workload import read_trace, synthetic
 
 _SHOWN_EVERY = 100
 _LONGEST_TRACE = 20_000
-"""Requests beyond which nobody looks at single ones."""
+"""A trace of more requests is too large for a viewer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def _run(args: argparse.Namespace, notes: Console) -> dict[str, Any]:
 
 
 def write(record: SimulationRecord, result: dict[str, Any], folder: Path, *, chrome_trace: bool = False) -> None:
-    """Write everything that a run gives into a folder."""
+    """Write all results of a run into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "result.json"
     path.write_text(json.dumps(result, indent=1), encoding="utf-8")
@@ -102,7 +102,7 @@ def write(record: SimulationRecord, result: dict[str, Any], folder: Path, *, chr
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """The numbers that one looks at first."""
+    """Print the most important numbers of a result."""
     table = Table("simulated", "", title=result["label"], title_justify="left")
     table.columns[1].justify = "right"
     rows = [

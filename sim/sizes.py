@@ -1,4 +1,4 @@
-"""What a codec makes of a model's KV: bytes from the codec itself, and which work attention does on it."""
+"""A codec's effect on a model's KV: bytes from the codec itself, and the work that attention does on it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hackkv.types import KvLayout, KvShape
 from sim.spec import Codec
 
 _CODES_BELOW = 0.5
-"""A page of less than this share of FP16 holds fewer than 8 bits a value: codes, which attention multiplies as
-integers. Pages of floats are multiplied as they are."""
+"""A page of less than this share of FP16 holds fewer than 8 bits per value: integer codes, which attention multiplies
+as they are. Pages of floats are multiplied as floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecSizes:
-    """A codec on one model."""
+    """The sizes and costs of a codec on one model."""
 
     footprint: Footprint
     fp16_page_bytes: int
@@ -31,14 +31,14 @@ class CodecSizes:
     codes: bool
     """Attention multiplies integer codes."""
     dequantizes: bool
-    """A step makes FP16 of all pages first."""
+    """A step makes FP16 of all pages before it attends."""
     lossless: bool
     bytes_follow_tokens: bool
     """Prompts that begin alike share pages."""
     eviction: Eviction | None = None
 
     def rows_held(self, tokens: int) -> int:
-        """Rows that stay of a prompt of `tokens` tokens, once it is computed."""
+        """Rows that stay of a prompt of `tokens` tokens after it is computed."""
         return tokens if self.eviction is None else self.eviction.rows_held(tokens)
 
     @property
@@ -48,12 +48,12 @@ class CodecSizes:
 
     @property
     def reads_codes(self) -> bool:
-        """Integer products are possible, since nothing is dequantized."""
+        """Whether attention can use integer products: it has codes and dequantizes nothing."""
         return self.codes and not self.dequantizes
 
 
 def sizes_of(codec: Codec, shape: KvShape) -> CodecSizes:
-    """Raises `ConfigError` naming the preset or the setting at fault."""
+    """The sizes of a codec. Raises `ConfigError` naming the preset or the setting at fault."""
     return _sizes(codec.name, tuple(sorted(codec.settings.items())), shape, codec.dequantizes)
 
 

@@ -22,18 +22,18 @@ _LIMITS = LimitsConfig()
 
 
 class Efficiency(Frozen):
-    """What share of the rated speeds an engine reaches. The defaults are a good engine's."""
+    """Shares of the rated speeds that an engine reaches. The defaults are a good engine's."""
 
     compute: float = Field(default=0.5, gt=0, le=1)
-    """Of FP16 FLOP/s, in prefill."""
+    """Share of FP16 FLOP/s, in prefill."""
     attention: float = Field(default=1.5, ge=1)
     """How many times slower a FLOP of attention is than one of a matrix product."""
     memory: float = Field(default=0.8, gt=0, le=1)
-    """Of the memory's rate, in decode."""
+    """Share of the memory's rate, in decode."""
     network: float = Field(default=0.85, gt=0, le=1)
-    """Of min(line, flows x their limit)."""
+    """Share of min(line, flows x their limit)."""
     bus: float = Field(default=1.0, gt=0, le=1)
-    """Of the rate between GPUs."""
+    """Share of the rate between GPUs."""
     pass_s: float = Field(default=0.002, ge=0)
     """Fixed seconds of a prefill pass."""
     step_s: float = Field(default=0.001, ge=0)
@@ -45,19 +45,19 @@ class Efficiency(Frozen):
 
 
 class Scale(Frozen):
-    """How a pool follows its load (`sim.scaling`): that of prefill replicas is seconds of queued work, that of decode
-    replicas the share of their pages in use, and 1 while requests wait for room."""
+    """How a pool follows its load (`sim.scaling`). The load of prefill replicas is seconds of queued work. That of
+    decode replicas is the share of their pages in use, and 1 while requests wait for room."""
 
     least: int = Field(default=1, gt=0)
     """Replicas of each router that always run."""
     up_at: float = Field(gt=0)
-    """A load above it starts replicas."""
+    """A load above this value starts replicas."""
     down_at: float = Field(ge=0)
-    """A load below it stops them, one after another."""
+    """A load below this value stops replicas, one after another."""
     start_s: float = Field(default=60.0, ge=0)
-    """From the start of a replica until it takes requests: its process, its weights."""
+    """Seconds until a started replica takes requests: its process starts and loads weights."""
     down_after_s: float = Field(default=900.0, ge=0)
-    """How long the load has to be low before the first one stops."""
+    """Seconds for which the load has to be low before the first replica stops."""
 
     @model_validator(mode="after")
     def _is_band(self) -> Self:
@@ -72,11 +72,11 @@ class ReplicaPool(Frozen):
     instance: str
     replicas: int = Field(gt=0, le=100_000)
     scale: Scale | None = None
-    """Starts and stops replicas, of which `replicas` are the most; None runs all of them all the time."""
+    """Starts and stops replicas, at most `replicas` of them; None runs all of them all the time."""
     tp: int = Field(default=1, gt=0)
     """GPUs that share each layer."""
     pp: int = Field(default=1, gt=0)
-    """Stages of layers."""
+    """Pipeline stages."""
     pages: int = Field(default=0, ge=0)
     """Size of the page pool; 0 takes what memory leaves beside weights and `reserve`."""
     reserve: float = Field(default=0.1, ge=0, lt=1)
@@ -91,7 +91,7 @@ class ReplicaPool(Frozen):
     profile: Path | None = None
     """Measured durations (`sim.costs.Profiled`) instead of the roofline."""
     efficiency: Efficiency | None = None
-    """In place of the specification's."""
+    """Replaces the specification's efficiency for this pool."""
 
     @property
     def gpus(self) -> int:
@@ -100,21 +100,21 @@ class ReplicaPool(Frozen):
 
 
 class Host(Frozen):
-    """One machine on whose cores all processes compute (`sim.host`): replicas, each with a thread, router and clients.
-    Durations are those alone on it. Every step is an event then."""
+    """One machine on whose cores all processes compute (`sim.host`): replicas with a thread each, router and clients.
+    Durations are those of a process that is alone on it. Every step is an event of its own then."""
 
     cores: float = Field(gt=0)
     """Threads that compute at full speed side by side."""
     step_s: float = Field(default=0.0, ge=0)
-    """Seconds of a core for the tokens of each step on their way to clients, however many they are."""
+    """Fixed seconds of a core for each step, to send its tokens to clients."""
     token_s: float = Field(default=0.0, ge=0)
-    """The same for each token."""
+    """Seconds of a core for each of these tokens, in addition."""
     byte_s: float = Field(default=0.0, ge=0)
-    """Seconds of a core for each byte of KV, beside passes: at both ends of the wire."""
+    """Seconds of a core for each byte of KV, at each end of the wire, in addition to passes."""
 
 
 def _in_a_row(pools: object) -> object:
-    """A role with one kind of replica needs no list."""
+    """Make a tuple of pools: none for None, one for a single pool."""
     if pools is None:
         return ()
     return pools if isinstance(pools, list | tuple) else (pools,)
@@ -124,7 +124,7 @@ Pools = Annotated[tuple[ReplicaPool, ...], BeforeValidator(_in_a_row)]
 
 
 class Policy(Frozen):
-    """The router's settings that decide, with its own defaults."""
+    """The router's settings that affect decisions, with the router's defaults."""
 
     ageing_s: float = Field(default=_LIMITS.ageing_s, ge=0)
     max_passed: int = Field(default=_LIMITS.max_passed, ge=0)
@@ -139,11 +139,11 @@ class Codec(Frozen):
     name: str = DEFAULT_CODEC
     settings: dict[str, int | float | str | bool] = Field(default_factory=dict)
     dequantizes: bool = False
-    """A step makes FP16 of the KV before it attends, as codecs do that the kernels cannot multiply."""
+    """A step makes FP16 of the KV before it attends, as for codecs that the kernels cannot multiply."""
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """The codec in words, for tables."""
         return f"{self.name}, dequantized" if self.dequantizes else self.name
 
 
@@ -155,7 +155,7 @@ class CodecList(Frozen):
 
 @cache
 def shipped_codecs() -> tuple[Codec, ...]:
-    """Those among which a plan chooses if its specification names none."""
+    """The codecs among which a plan chooses if its specification names none."""
     return load(CodecList, CODECS_FILE).codecs
 
 
@@ -168,7 +168,7 @@ class Objective(Frozen):
 
     @property
     def limits(self) -> dict[str, float]:
-        """Those that are set."""
+        """The limits that are set, by metric."""
         return {name: limit for name, limit in self.model_dump().items() if limit is not None}
 
 
@@ -180,34 +180,34 @@ class Load(Frozen):
     input_len: int = Field(default=0, ge=0)
     """Fixed prompt length instead of the shape."""
     output_len: int = Field(default=64, gt=0)
-    """With `input_len`."""
+    """Fixed output length, with `input_len`."""
     rate: float = Field(default=1.0, gt=0)
     """Requests per second."""
     ramp_to: float = Field(default=0.0, ge=0)
-    """The rate rises or falls linearly to this by the last request; 0 keeps it."""
+    """The rate at the last request; it changes linearly up to there. 0 keeps the rate constant."""
     burstiness: float = Field(default=1.0, gt=0)
     """Shape of the gamma distribution of gaps; 1 is Poisson."""
     requests: int = Field(default=1000, gt=0, le=100_000_000)
     concurrency: int = Field(default=0, ge=0)
-    """A closed loop: so many clients, each of which sends when its answer is complete; 0 is an open loop."""
+    """Clients of a closed loop; each sends its next request when its answer is complete. 0 is an open loop."""
 
 
 class Choices(Frozen):
-    """Among what `hackkv plan` chooses."""
+    """The options among which `hackkv plan` chooses."""
 
     prefill: tuple[str, ...] = ()
-    """Instances; none are those of the specification's own pools."""
+    """Names of instances; empty takes those of the specification's own pools."""
     decode: tuple[str, ...] = ()
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4)
     codecs: tuple[Codec, ...] = Field(default_factory=shipped_codecs)
-    """The most exact first: of codecs that cost the same, the first one wins. By default those of `sim/codecs.yaml`."""
+    """The most exact first: of codecs that cost the same, the first wins. The default is `sim/codecs.yaml`."""
     aggregated: bool = True
     """Whether replicas that compute prompts and decode are tried too."""
     available: dict[str, int] = Field(default_factory=dict)
     """Instances of each kind that can be had; a kind that is not named has no limit."""
     cells: int = Field(default=1, gt=0)
-    """Equal parts of the load, each served by a cluster of its own; one of them is planned."""
+    """Equal parts of the load, each served by a cluster of its own. The plan is for one of them."""
 
 
 class Spec(Frozen):
@@ -215,13 +215,13 @@ class Spec(Frozen):
 
     model: str | ModelShape
     prefill: Pools = ()
-    """One pool, or a list: a role may have several kinds of replicas. Without any, every decode replica computes
+    """One pool, or a list: a role may have several kinds of replicas. Without any pool, every decode replica computes
     prompts too (aggregated)."""
     decode: Pools = Field(min_length=1)
     codec: Codec = Codec()
     network: NetworkSpec = NetworkSpec()
     host: Host | None = None
-    """Set if the whole cluster shares one machine. Seconds of `network` and of handoffs are work on it then."""
+    """Set if the whole cluster shares one machine. Then seconds of `network` and of handoffs are work on its cores."""
     efficiency: Efficiency = Efficiency()
     policy: Policy = Policy()
     slo: Objective = Objective()
@@ -231,7 +231,7 @@ class Spec(Frozen):
     noise: float = Field(default=0.0, ge=0, le=2)
     """Sigma of the lognormal noise on every duration."""
     catalogue: Catalogue = Catalogue()
-    """Rows beside the shipped ones."""
+    """Rows in addition to the shipped ones, or in place of them."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -247,12 +247,12 @@ class Spec(Frozen):
 
     @property
     def roles(self) -> dict[str, tuple[ReplicaPool, ...]]:
-        """Role -> its pools; only roles that have some."""
+        """Role -> its pools; only roles that have any."""
         return {"prefill": self.prefill, "decode": self.decode} if self.prefill else {"decode": self.decode}
 
     @property
     def pools(self) -> tuple[ReplicaPool, ...]:
-        """Of both roles."""
+        """The pools of both roles, prefill first."""
         return self.prefill + self.decode
 
     @property
@@ -270,7 +270,7 @@ class Spec(Frozen):
         return named(self.tables.instances, pool.instance, f"{self.role_of(pool)}.instance")
 
     def role_of(self, pool: ReplicaPool) -> str:
-        """The key of a pool."""
+        """The key of a pool in the specification: its role, and its index if the role has several pools."""
         for role, pools in self.roles.items():
             for index, one in enumerate(pools):
                 if one is pool:
@@ -282,11 +282,11 @@ class Spec(Frozen):
         return self.tables.gpu_of(self.instance_of(pool))
 
     def efficiency_of(self, pool: ReplicaPool) -> Efficiency:
-        """The pool's own, or the specification's."""
+        """The pool's own efficiency, or else the specification's."""
         return pool.efficiency or self.efficiency
 
     def usd_per_hour(self) -> float:
-        """Of all replicas: each pays for the share of an instance that it uses."""
+        """Price of all replicas per hour; each pays for the share of an instance that it uses."""
         return sum(pool.replicas * self.usd_of(pool) for pool in self.pools)
 
     def usd_of(self, pool: ReplicaPool) -> float:

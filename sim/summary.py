@@ -1,7 +1,7 @@
-"""From rows to numbers, under the keys of `vllm bench serve` and of `hackkv bench serve`.
+"""Statistics of a simulation's rows, under the keys of `vllm bench serve` and of `hackkv bench serve`.
 
 TTFT ends when the client has token 0. TPOT is (JCT - TTFT) / (tokens - 1). Gaps between tokens are known to 1%, as
-means of runs of equal steps; gaps that swaps make are not among them.
+means of runs of equal steps. Gaps that swaps cause are not included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sim.results import SUB_STAGES, Floats, RequestTable, SimulationRecord
 from sim.spec import Objective
 
 WARM_UP: Final = 0.1
-"""Share of the requests, the first ones, that intervals leave out."""
+"""Share of the requests, counted from the first, that intervals leave out."""
 BATCHES: Final = 20
 STUDENT_19: Final = 2.093
 """0.975 quantile of Student's distribution with `BATCHES` - 1 degrees of freedom."""
@@ -33,11 +33,11 @@ class Interval:
 
     mean: float
     half: float
-    """Half of the interval's width; not a number with fewer than two requests a batch."""
+    """Half of the interval's width; NaN with fewer than two requests per batch."""
 
 
 def interval(values: Floats) -> Interval:
-    """Of values in the order of arrival, without the first `WARM_UP`."""
+    """The mean and interval of values in the order of arrival, without the first `WARM_UP` of them."""
     kept = values[int(WARM_UP * len(values)) :]
     if len(kept) < 2 * BATCHES:
         return Interval(float(kept.mean()) if len(kept) else float("nan"), float("nan"))
@@ -46,8 +46,8 @@ def interval(values: Floats) -> Interval:
 
 
 def is_unstable(rows: RequestTable) -> bool:
-    """Whether requests still pile up when the last ones arrive: over the second half of the arrivals, their number in
-    the cluster grows with 95% confidence, by more than `_PILE` of its mean."""
+    """Whether requests still pile up when the last ones arrive. They do if their number in the cluster grows over the
+    second half of the arrivals, with 95% confidence and by more than `_PILE` of its mean."""
     ok = rows.ok
     at_s = rows["at_s"][ok]
     ends = np.sort(at_s + rows["e2el_s"][ok])
@@ -76,7 +76,7 @@ def good(rows: RequestTable, slo: Objective) -> npt.NDArray[np.bool_]:
 
 
 def summarize(record: SimulationRecord, label: str = "") -> dict[str, Any]:
-    """Everything that `result.json` holds."""
+    """The contents of `result.json`."""
     rows, spec = record.rows, record.spec
     ok = rows.ok
     inputs, outputs = rows["input_length"][ok].sum(), rows["output_length"][ok].sum()
@@ -120,7 +120,7 @@ def summarize(record: SimulationRecord, label: str = "") -> dict[str, Any]:
 
 
 def _fleet(record: SimulationRecord, span: float) -> dict[str, Any]:
-    """What the replicas did, and what they cost."""
+    """Use and cost of the replicas."""
     rows = record.rows
     usd = _usd(record, span)
     tokens = float(rows["output_length"][rows.ok].sum())
@@ -144,7 +144,7 @@ def _fleet(record: SimulationRecord, span: float) -> dict[str, Any]:
 
 
 def _pools(record: SimulationRecord, span: float) -> list[dict[str, Any]]:
-    """What replicas of each kind did: tokens that were computed or chosen, and the share of the time."""
+    """Work of the replicas of each pool: tokens that were computed or chosen, and the busy share of the time."""
     rows = []
     for role, pools in record.spec.roles.items():
         tallies = record.prefills if role == "prefill" else record.decodes
@@ -165,7 +165,7 @@ def _pools(record: SimulationRecord, span: float) -> list[dict[str, Any]]:
 
 
 def _usd(record: SimulationRecord, span: float) -> float:
-    """Of all replicas while they ran."""
+    """Dollars for all replicas while they ran."""
     spec, usd = record.spec, 0.0
     for role, pools in spec.roles.items():
         if role in record.paid_s:  # it scales, and has one pool
@@ -184,7 +184,7 @@ def _ratio(count: float, of: float) -> float:
 
 
 def statistics(values: Floats) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles, as `measure.serve.summary` names them; zeros without values."""
+    """Mean, median, standard deviation and percentiles, named as in `measure.serve.summary`; zeros without values."""
     if not len(values):
         return dict.fromkeys(("mean", "median", "std", *(f"p{percent}" for percent in PERCENTILES)), 0.0)
     percentiles = zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)

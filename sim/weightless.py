@@ -1,9 +1,9 @@
 """A model without weights for real nodes: a pass or step takes as long as a cost model says, and computes nothing.
 
-Nodes built on it are the project's own (`prefill_node`, `decode_node`) in every other respect: schedulers, page books,
-frames on the wire, control calls. Their KV has the page size and the page count of the model that is meant, but one
-layer and one head: so the wire carries frames of real form and few bytes. Tokens are a function of the token before
-and its position. So a replay gives what was given before.
+Nodes built on this model are the project's own (`prefill_node`, `decode_node`) in every other respect: schedulers, page
+books, frames on the wire, control calls. Their KV has the page size and page count of the model that is simulated, but
+one layer and one head, so the wire carries frames of real form and few bytes. A token is a function of the token before
+it and its position, so a replay gives the same tokens.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from sim.sizes import sizes_of
 from sim.spec import ReplicaPool, Spec
 
 HEAD_DIM: Final = 64
-"""Channels of the one head that is left."""
+"""Channels of the one head."""
 _ANSWERS: Final = 256
-"""Ids that are ever chosen: so many, from the first on that may stand in a text."""
+"""Number of ids that are ever chosen. They begin after the last special id."""
 
 
 class Weightless(Llama):
-    """Sleeps for what a pass or step costs; rows of K and V are a function of their tokens."""
+    """Sleeps for the cost of a pass or step. Rows of K and V are a function of their tokens."""
 
     def __init__(self, spec: ModelSpec, cost: CostModel, kernels: RowKernels) -> None:
         nothing = torch.zeros(1, 1)
@@ -50,10 +50,10 @@ class Weightless(Llama):
         self._kv = torch.sin(torch.arange(3.0 * _ANSWERS * HEAD_DIM)).view(_ANSWERS, 3, HEAD_DIM)
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """[T, 1] or [R, 1]: the id that follows each row, as a number. See `Llama.forward`."""
+        """The id that follows each row, as a float: [T, 1], or [R, 1] with `rows`. See `Llama.forward`."""
         is_pass = rows is not None
         time.sleep(self._seconds(positions.tolist(), is_pass=is_pass))
-        if is_pass:  # what it seals leaves; what steps write, nobody would read
+        if is_pass:  # a pass seals KV, which leaves; nobody would read rows that a step writes
             kv = self._kv.index_select(0, ids % _ANSWERS)
             attend(0, kv[:, :1], kv[:, 1:2], kv[:, 2:])
         following = (self._first + (ids + positions) % self._answers)[:, None].float()
@@ -64,7 +64,7 @@ class Weightless(Llama):
         return torch.zeros(len(hidden), self.spec.vocab).scatter_(1, hidden.long(), 1.0)
 
     def following(self, token_id: int, position: int) -> int:
-        """The token that comes greedily after one at a position."""
+        """The greedy token that follows `token_id` at `position`."""
         return self._first + (token_id + position) % self._answers
 
     def _seconds(self, positions: list[int], *, is_pass: bool) -> float:
@@ -86,7 +86,7 @@ def _chunks(positions: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def weightless_worker(spec: Spec, pool: ReplicaPool, folder: Path) -> Worker:
-    """A worker of `pool`, with tokens and longest context of the checkpoint in `folder`, of which no weight is read.
+    """A worker of `pool`, with the tokens and longest context of the checkpoint in `folder`; its weights are not read.
 
     Raises `ConfigError` or `CheckpointError` naming what cannot be used.
     """

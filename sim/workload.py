@@ -1,4 +1,4 @@
-"""What arrives: traces of three kinds, and synthetic requests."""
+"""Requests of a simulation: traces of three kinds, and synthetic ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TraceLine(BaseModel):
     hash_ids: tuple[int, ...] = ()
 
     def arrival(self) -> Arrival:
-        """As the simulator takes it."""
+        """The request as the simulator takes it."""
         at_s = self.at_s if self.at_s is not None else (self.timestamp or 0.0) / 1e3
         most = self.max_tokens if self.max_tokens >= self.output_length else 0
         return Arrival(at_s, self.input_length, self.output_length, most, self.hash_ids, MOONCAKE_BLOCK)
@@ -100,7 +100,7 @@ def _column(path: Path, names: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _seconds(path: Path, number: int, text: str | None) -> float:
-    """A number of seconds, or a date and time; Azure writes seven digits of a second, Python reads six."""
+    """Seconds from a number, or from a date and time. Azure writes seven digits of a second; Python reads six."""
     text = (text or "").strip()
     try:
         return float(text)
@@ -129,7 +129,7 @@ def shape_of(load: Load) -> Shape:
 
 
 def synthetic(load: Load, seed: int) -> list[Arrival]:
-    """Requests as `load` says. Arrivals have a random generator of their own, so another rate leaves lengths as is."""
+    """Requests as `load` says. Arrivals have a generator of their own, so another rate leaves the lengths unchanged."""
     arrival_rng, rng = (np.random.default_rng((seed, stream)) for stream in range(2))
     shape = shape_of(load)
     prompts, outputs = shape.prompt.draw(load.requests, rng), shape.output.draw(load.requests, rng)
@@ -141,7 +141,7 @@ def synthetic(load: Load, seed: int) -> list[Arrival]:
 
 
 def _ramped(times: Sequence[float], load: Load) -> list[float]:
-    """Times of a process of rate 1 in the time of a rate that changes linearly until the last arrival."""
+    """Arrival times at the load's rate, which may change linearly, from `times` of a process of rate 1."""
     end = load.ramp_to or load.rate
     if not times or end == load.rate:
         return [at_s / load.rate for at_s in times]
@@ -151,7 +151,7 @@ def _ramped(times: Sequence[float], load: Load) -> list[float]:
 
 
 def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
-    """As our own JSONL."""
+    """Write requests as our own JSONL."""
     lines = (
         json.dumps({"at_s": each.at_s, "input_length": each.prompt_tokens, "output_length": each.output_tokens})
         for each in arrivals

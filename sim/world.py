@@ -1,7 +1,6 @@
-"""What all parts of one simulation share: its clock, its log, and the sizes of KV.
+"""The state that all parts of one simulation share: its clock, its log, and the sizes of KV.
 
-The queue of events is a heap of its own: what is simulated are calls at moments, not processes that wait, so nothing of
-simpy is needed but its queue.
+The queue of events is a plain heap. Events are calls at moments, not processes that wait, so simpy has nothing to add.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from sim.eventlog import EventLog
 
 
 class Cores(Protocol):
-    """What the processes of a simulation share, if they share something (`sim.host`)."""
+    """Cores that the processes of a simulation share, if they share any (`sim.host`)."""
 
     def compute(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call `call` when work is done that takes `seconds` alone."""
+        """Call `call` when work is done that takes `seconds` on a core of its own."""
         ...
 
     def serve(self, seconds: float, call: Callable[[], None]) -> None:
-        """The same for work of the router, which does one thing after another."""
+        """As `compute`, for work of the router, which does one thing after another."""
         ...
 
     def deliver(self, tokens: int) -> None:
-        """Bring tokens of answers to their clients; nobody waits for it."""
+        """Spend the router's time on bringing tokens to their clients; nothing waits for it."""
         ...
 
 
@@ -39,14 +38,14 @@ class World:
     footprint: Footprint
     layers: int
     macro: bool = True
-    """Many decode steps as one event; results are the same."""
+    """Run many decode steps as one event; results are the same."""
     log: EventLog = field(default_factory=EventLog)
     cores: Cores | None = None
-    """None: whatever computes has cores of its own."""
+    """None: every process has a core of its own."""
     compute: Callable[[float, Callable[[], None]], None] = field(init=False)
-    """Calls something when work is done that takes so many seconds alone."""
+    """(seconds, call): calls `call` when work is done that takes `seconds` on a core of its own."""
     wire_bytes: Callable[[int], int] = field(init=False)
-    """`Footprint.wire_bytes` of so many rows."""
+    """`Footprint.wire_bytes` of a number of rows, cached."""
     now: float = 0.0
     """Seconds since the simulation began."""
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -57,11 +56,11 @@ class World:
         self.compute = self.after
 
     def share(self, cores: Cores) -> None:
-        """From now on whatever computes shares `cores`."""
+        """Let all computing share `cores` from now on."""
         self.cores, self.compute = cores, cores.compute
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call `call` later; at once after what is due now, if `seconds` is not positive."""
+        """Call `call` in `seconds`. If that is not positive, call it now, after all calls that are due now."""
         self._count = count = self._count + 1
         heappush(self._due, (self.now + seconds if seconds > 0 else self.now, count, call))
 
@@ -71,7 +70,7 @@ class World:
         return not self._due
 
     def run(self) -> None:
-        """Let happen what is due, in the order of time and then of asking, until nothing is left."""
+        """Make all calls that are due, in the order of time and then of asking, until none is left."""
         due = self._due
         while due:
             self.now, _, call = heappop(due)

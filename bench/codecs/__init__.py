@@ -1,1 +1,1 @@
-"""docs/codecs.md by one command: what every codec holds, sends, loses and takes, on SmolLM2."""
+"""docs/codecs.md by one command: the bytes, the loss and the times of every codec on SmolLM2."""

@@ -1,9 +1,9 @@
-"""docs/codecs.md by one command: joins what was measured of every codec, and says what was not, and what measures it.
+"""docs/codecs.md by one command: joins the measurements of every codec, and names missing ones with their commands.
 
-    python -m bench.codecs                  write the sections of the page from what is recorded
+    python -m bench.codecs                  write the sections of the page from the records
     python -m bench.codecs kernels          measure the kernels first; contenders take turns
     sudo .venv/bin/python -m bench.codecs jct [--rows hack,fp8] [--links 1gbit] [--prompts 4k]
-                                            measure job completion times first; go on where an earlier run ended
+                                            measure job completion times first; continue an earlier run
 
 Loss is that of `hackkv eval --model smollm2 --out docs/accuracy`. Times are recorded in codecs.json beside the page.
 `jct` needs root, for network namespaces and tc (Debian: iproute2, util-linux). It asks for a quiet machine.
@@ -44,7 +44,7 @@ SIZES: Final = (16384, 4096, 4096)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is asked for, write the page; returns the exit code."""
+    """Run the measurement that is asked for, then write the page; returns the exit code."""
     parser = argparse.ArgumentParser(
         "python -m bench.codecs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,7 +114,7 @@ MEASURE: Final[dict[str, Callable[[argparse.Namespace, Console], None]]] = {
 
 
 def write(accuracy: Path, out: Path) -> None:
-    """Every section, both pictures and the page of stages, from what is recorded."""
+    """Write every section, both pictures and the page of stages from the records."""
     kernels, jct = (read_section(out, name, PAGE) for name in ("kernels", "jct"))
     cells: dict[str, Record] = jct["cells"] if jct else {}
     facts = gather(accuracy, by_key(cells))

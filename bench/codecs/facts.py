@@ -1,4 +1,4 @@
-"""What is known of each row: bytes from its pages, loss from docs/accuracy, times from docs/codecs.json."""
+"""Facts about each row: bytes from its pages, loss from docs/accuracy, times from docs/codecs.json."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from measure.accuracy.results import Results, read
 
 READING, CONTINUING = "reading", "continuing"
 SHORT, LONG = 2048, 8192
-"""Tokens read."""
+"""Numbers of tokens read."""
 HEAD_DIM: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Beside exact KV."""
+    """Losses against exact KV."""
 
     kl: float
     top1: float
@@ -39,37 +39,37 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Of one row. What was not measured is missing."""
+    """The facts about one row. Values that were not measured are missing."""
 
     row: CodecRow
     resting: float
-    """Bytes of a token and KV head, K and V, head_dim 128, at rest; the mean of layers."""
+    """Bytes at rest of K and V of a token and KV head, at head_dim 128; mean over layers."""
     sent: float
-    """On the wire, before coding."""
+    """The same bytes on the wire, before coding."""
     share: float
-    """Of FP16's bytes, at rest, a SmolLM2 sequence of 2,048 tokens."""
+    """Share of FP16's bytes, at rest, for a SmolLM2 sequence of 2,048 tokens."""
     long_mb: float
-    """MB at rest of 8,192 tokens of it."""
+    """MB at rest of 8,192 tokens of SmolLM2."""
     evicts: bool
     lost: Mapping[int, Lost] = field(default_factory=dict)
-    """By tokens: of held-out text, or, where rows are evicted, of what follows a prompt."""
+    """Tokens -> losses: on held-out text, or, if rows are evicted, on the text after a prompt."""
     jct: Mapping[tuple[str, str], Record] = field(default_factory=dict)
-    """By prompt and link."""
+    """(prompt, link) -> record."""
 
     def jct_s(self, prompt: str, link: str) -> float | None:
-        """Mean seconds of a job."""
+        """Mean seconds of a job; None if not measured."""
         record = self.jct.get((prompt, link))
         return None if record is None else record["mean_e2el_ms"] / 1e3
 
     def wire_share(self, prompt: str) -> float | None:
-        """Of FP16's bytes, as they crossed the wire, coded and with headers."""
+        """Share of FP16's bytes that crossed the wire, coded and with headers; None if not measured."""
         return next((record["kv_share"] for (of, _), record in self.jct.items() if of == prompt), None)
 
 
 def gather(accuracy: Path, times: Mapping[Key, Record]) -> list[Facts]:
-    """Facts of every row. Raises `ConfigError` naming a file of `hackkv eval` that is none."""
+    """Facts of every row. Raises `ConfigError` naming a file that is not one of `hackkv eval`."""
     found = read(accuracy / SMOLLM2_NAME)
-    # Bytes are the same on every instruction set and need no kernels.
+    # Bytes are the same on every instruction set, so the reference backend will do.
     model = ModelConfig(path=str(find_model(MODEL).path), backend="reference")
     return [_facts(row, plan_worker(model, row.codec), found, times) for row in ROWS.values()]
 
@@ -92,7 +92,7 @@ def _facts(row: CodecRow, planned: Unloaded, found: Results, times: Mapping[Key,
 
 
 def _page_bytes(row: CodecRow) -> tuple[float, float]:
-    """Of a token and KV head at head_dim 128, at rest and on the wire."""
+    """Bytes of a token and KV head at head_dim 128: (at rest, on the wire)."""
     shape = KvShape(30, 1, HEAD_DIM)
     codec = make_codec(row.codec, shape, load("reference"))
     rows = shape.num_layers * codec.page_tokens

@@ -1,7 +1,7 @@
 """Job completion times of SmolLM2, one request after the other, over links: `python -m bench.codecs jct`.
 
-A codec's cells share a cluster, in a network namespace whose link changes. A cell that was measured is not measured
-again while its file is in the work folder.
+The cells of a codec share a cluster, in a network namespace whose link changes. A cell is not measured again while its
+file is in the work folder.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from bench.links.link import FREE
 
 LINKS: Final = ("200mbit", "1gbit", FREE)
 PROMPTS: Final = {"1k": 1024, "4k": 4096, "8k": 8000}
-"""Name -> tokens; 64 more are generated, and the model's context ends at 8,192."""
+"""Name -> tokens of the prompt. 64 more are generated, and the model's context ends at 8,192."""
 REQUESTS: Final = 3
 KEPT: Final = ("mean_e2el_ms", "mean_ttft_ms", "std_e2el_ms", "completed", "failed", "link_bits_per_s", "load_average")
-"""What a record keeps of a result, beside stages and bytes."""
+"""Fields of a result that a record keeps, beside stages and bytes."""
 
 Record = dict[str, Any]
-"""Of one cell."""
+"""The record of one cell."""
 Key = tuple[str, str, str]
-"""Prompt, link, row."""
+"""(prompt, link, row)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which cells to measure."""
+    """The cells to measure."""
 
     rows: Sequence[CodecRow]
     links: Sequence[str]
@@ -39,7 +39,7 @@ class Wanted:
 
 
 def measured(wanted: Wanted, work: Path) -> Iterator[dict[str, Record]]:
-    """Records by 'prompt/link/row', codec by codec. Raises `ConfigError` naming the log of a cell that failed."""
+    """'prompt/link/row' -> record, one codec at a time. Raises `ConfigError` naming the log of a cell that failed."""
     work.mkdir(parents=True, exist_ok=True)
     for row in wanted.rows:
         cells = list(cells_of(row, wanted))
@@ -49,7 +49,7 @@ def measured(wanted: Wanted, work: Path) -> Iterator[dict[str, Record]]:
 
 
 def cells_of(row: CodecRow, wanted: Wanted) -> Iterator[Cell]:
-    """Short prompts first; the first one warms the cluster."""
+    """The cells of one row, short prompts first; the first cell warms the cluster."""
     warmups = 1
     for prompt in wanted.prompts:
         for link in wanted.links:
@@ -68,7 +68,7 @@ def cells_of(row: CodecRow, wanted: Wanted) -> Iterator[Cell]:
 
 
 def recorded(result: Result) -> Record:
-    """Means in milliseconds, and bytes of KV on the wire."""
+    """The record of a result: means in milliseconds, and bytes of KV on the wire."""
     means = {kind: {name: each["mean"] for name, each in result[kind].items()} for kind in ("stages", "sub_stages")}
     kv = result["kv"]
     return {
@@ -80,5 +80,5 @@ def recorded(result: Result) -> Record:
 
 
 def by_key(records: Mapping[str, Record]) -> dict[Key, Record]:
-    """The same under tuples."""
+    """The records with names split into (prompt, link, row)."""
     return {(prompt, link, row): record for name, record in records.items() for prompt, link, row in [name.split("/")]}

@@ -1,4 +1,4 @@
-"""KL against bytes and against job completion time. A line joins the codecs that no other beats in both."""
+"""KL against bytes and against job completion time. A line joins the codecs that no other codec beats in both."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PROMPT: Final = "4k"
 DPI: Final = 90
 
 Point = tuple[str, float, float]
-"""Name, what is paid, KL."""
+"""(name, cost, KL)"""
 Panel = tuple[str, Sequence[Point], float | None]
-"""Title, points, what exact KV pays."""
+"""(title, points, cost of exact KV)"""
 
 
 def by_bytes(facts: Sequence[Facts], path: Path) -> bool:
@@ -33,7 +33,7 @@ def by_bytes(facts: Sequence[Facts], path: Path) -> bool:
 def by_jct(facts: Sequence[Facts], path: Path) -> bool:
     """KL against seconds of a job, one panel for each link; False if there is nothing to draw.
 
-    Exact KV has no place on a logarithmic axis of KL: a line says how long its job takes.
+    Exact KV has no place on a logarithmic axis of KL, so a line shows the time of its job.
     """
     exact = next((each for each in facts if each.row.name == "fp16"), None)
     panels = [
@@ -52,7 +52,7 @@ def by_jct(facts: Sequence[Facts], path: Path) -> bool:
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other one beats in both, the cheapest first."""
+    """The points that no other point beats in both values, cheapest first."""
     kept = list[Point]()
     for point in sorted(points, key=lambda each: (each[1], each[2])):
         if not kept or point[2] < kept[-1][2]:
@@ -61,7 +61,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def _comparable(facts: Sequence[Facts]) -> Iterator[Facts]:
-    """Lossy, and judged on the same text."""
+    """Facts of lossy rows that were scored on the same text."""
     for each in facts:
         if SHORT in each.lost and each.lost[SHORT].kl > 0 and not each.evicts and not each.row.is_strawman:
             yield each

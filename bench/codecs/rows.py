@@ -1,4 +1,4 @@
-"""The rows of docs/codecs.md: every preset, some with other settings, and rivals as HACK's paper timed them."""
+"""The rows of docs/codecs.md: every preset, some with other settings, and rivals as the HACK paper timed them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from measure.accuracy.variants import VARIANTS
 
 MODEL: Final = "smollm2"
 UNFUSED: Final = ("fp8", "mxfp4", "kivi-4", "kivi-2", "kvquant-4", "kvquant-2", "kvcomp", "cachegen", "cachegen-eq86")
-"""Presets that are also timed writing FP16 rows to memory before they attend, in every call."""
+"""Presets with a second row whose kernels write FP16 rows to memory in every call before they attend."""
 BESIDE: Final = ("kvquant-3", "kvcomp-channel", "mpcache-static", "snapkv-rot-k4v4")
-"""Rows of `hackkv eval` beside the presets."""
+"""Rows of `hackkv eval` that are not presets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +21,16 @@ class CodecRow:
     """One codec with its settings."""
 
     name: str
-    """Also that of its row in `bench.kernels`."""
+    """Also the name of its row in `bench.kernels`."""
     codec: CodecConfig
     answers: str
-    """The row of `hackkv eval` that says what it loses: its own, but where kernels change no byte."""
+    """The row of `hackkv eval` with its loss. An unfused row takes that of its fused row, which gives equal bytes."""
     timed: bool = True
-    """Whether its times are its own; else it differs from another row in what it loses only."""
+    """Whether its times are measured; else it differs from another row only in its loss."""
 
     @property
     def is_strawman(self) -> bool:
-        """Whether it writes FP16 rows in every call."""
+        """Whether it is an unfused row, which writes FP16 rows in every call."""
         return self.name != self.answers
 
 
@@ -43,4 +43,4 @@ def _rows() -> tuple[CodecRow, ...]:
 
 
 ROWS: Final = {row.name: row for row in _rows()}
-"""`zack` is not among them: it is nothing without a calibration, which nobody should make for this model."""
+"""Name -> row. `zack` is left out: it needs a calibration, and nobody should make one for this model."""

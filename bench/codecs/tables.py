@@ -1,4 +1,4 @@
-"""The tables of docs/codecs.md. A cell that nobody measured says which command does."""
+"""The tables of docs/codecs.md. A value that was not measured is replaced by the command that measures it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ KERNELS: Final = "python -m bench.codecs kernels"
 MISSING: Final = "–"
 INSIDE: Final = (SubStage.QUANTIZE, SubStage.WIRE_ENCODE, SubStage.ATTEND, SubStage.APPROXIMATION, SubStage.WIRE_DECODE)
 BESIDE: Final = ("fp16", "fp8")
-"""What times of kernels stand beside: no compression, and the rival that a careful user takes first."""
+"""Rows with which times of kernels are compared: no compression, and the rival that a careful user takes first."""
 
 
 def table(head: Sequence[str], body: Iterable[Iterable[object]]) -> list[str]:
-    """Lines of Markdown."""
+    """Lines of a table in Markdown."""
     return ["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *body)]
 
 
 def honest(facts: Iterable[Facts]) -> list[Facts]:
-    """Without strawmen, whose bytes and losses are those of their fused row."""
+    """Facts without unfused rows, whose bytes and losses are those of their fused row."""
     return [each for each in facts if not each.row.is_strawman]
 
 
@@ -33,7 +33,7 @@ def honest(facts: Iterable[Facts]) -> list[Facts]:
 
 
 def bytes_and_loss(facts: Sequence[Facts]) -> str:
-    """Two tables, since evictions are judged by what follows a prompt, and what is missing."""
+    """Two tables, since evictions are scored on the text after a prompt, and a list of what is not measured."""
     staying = [each for each in honest(facts) if not each.evicts]
     evicting = [each for each in honest(facts) if each.evicts]
     at = [
@@ -84,7 +84,7 @@ def _three(lost: Lost) -> list[str]:
 
 
 def kernels(record: Mapping[str, Any] | None) -> str:
-    """Milliseconds of a call, and how many times as long it takes as with `fp16` and with `fp8`."""
+    """Milliseconds of a call, and its ratios to those of `fp16` and `fp8`."""
     if record is None:
         return f"Not measured: `{KERNELS}`."
     rows = record["rows"]
@@ -109,7 +109,7 @@ def _times(ms: Mapping[str, float], name: str) -> list[str]:
 
 
 def jct(facts: Sequence[Facts]) -> str:
-    """Seconds of a job, by prompt and link; stages have a page of their own."""
+    """Seconds of a job, by prompt and link; the stages have a page of their own."""
     cells = [(prompt, link) for prompt in PROMPTS for link in LINKS]
     some = [each for each in facts if each.jct]
     head = ["codec", *(f"{prompt}, {link}" for prompt, link in cells)]
@@ -129,7 +129,7 @@ def _seconds(each: Facts, prompt: str, link: str) -> str:
 
 
 def _load(facts: Sequence[Facts]) -> list[str]:
-    """How busy the machine was, and which requests are in no time."""
+    """The load of the machine, and the number of requests that failed and so are in no time."""
     records = [record for each in facts for record in each.jct.values()]
     loads = sorted(record["load_average"] for record in records)
     lines = [

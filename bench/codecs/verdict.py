@@ -1,4 +1,4 @@
-"""What follows from the tables: which codec for which link and length, where codes lose, HACK's comparison again."""
+"""Conclusions from the tables: the codec for each link and length, where codes lose, and HACK's comparison repeated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from measure.accuracy.advice import HARD_TO_TELL, SAME_JCT, ranked
 from sim.paper.numbers import numbers
 
 CODES: Final = ("hack", "hack-k4v2", "rot-k4v4", "rot-k3v3", "rot-k3v2", "rot-k2v2")
-"""Attention computes on these as they rest."""
+"""Codecs whose codes attention multiplies as they are stored."""
 OURS: Final = ("hack", "rot-k3v2")
 RIVALS: Final = (
     "fp16",
@@ -29,7 +29,7 @@ RIVALS: Final = (
 
 
 def advice(facts: Sequence[Facts]) -> str:
-    """A table of links and lengths, by the rule of `hackkv eval --recommend`, and where codes lose."""
+    """A table of links and lengths by the rule of `hackkv eval --recommend`, and the cells in which codes lose."""
     body = [
         (f"{tokens:,}", "free" if link == "none" else link, *_advised(facts, prompt, link))
         for prompt, tokens in PROMPTS.items()
@@ -68,7 +68,7 @@ def _row(each: Facts) -> PresetRow:
 
 
 def _where_codes_lose(facts: Sequence[Facts]) -> Iterator[str]:
-    """A line for each kind of loss: of time, and of answers."""
+    """A line for each kind of loss: longer jobs, and worse answers."""
     by_name = {each.row.name: each for each in facts}
     for rival in ("fp16", "fp8"):
         lost = [
@@ -108,7 +108,7 @@ def _beaten(by_name: dict[str, Facts]) -> Iterator[str]:
 
 
 def comparison(facts: Sequence[Facts]) -> str:
-    """How much shorter jobs are than with each rival, in percent; the paper's and ours."""
+    """How much shorter jobs are than with each rival, in percent: the paper's numbers, then ours."""
     paper = [
         (name, f"Fig. {case.figure}", *(f"{percent:.1f}%" for percent in case.reductions))
         for name, case in numbers().cases.items()

@@ -1,1 +1,1 @@
-"""The simulator held against a live cluster of real processes: `python -m bench.gate`."""
+"""The simulator compared with a live cluster of real processes: `python -m bench.gate`."""

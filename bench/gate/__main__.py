@@ -1,10 +1,10 @@
 """`python -m bench.gate [MODEL] [--codec NAME] [--out docs]`: is the simulator right about this machine?
 
-Times passes and steps (`bench.durations`), what surrounds them in an idle cluster of one prefill and one decode node
-(`bench.gate.around`), then sends the cluster three loads, each several times, and simulates the same requests. Stages
-are compared by mean (15%) and 90th percentile (25%); of the repeats the median counts. `--out` writes the tables into
-plan.md. The exit code is 1 if a stage is farther off. Run it on a machine that does nothing else; on one that does,
-with `--naps` nodes sleep as long as Mistral-7B would take on A10G and A100 (`sim.nodes`), and all else stays real.
+It times passes and steps (`bench.durations`) and what surrounds them in an idle cluster of one prefill and one decode
+node (`bench.gate.around`). Then it sends the cluster three loads, each several times, and simulates the same requests.
+Stages are compared by mean (15%) and 90th percentile (25%); the median of the repeats counts. `--out` writes the tables
+into plan.md. The exit code is 1 if a stage is farther off. Run it on a machine that does nothing else. On a busy one,
+use `--naps`: nodes sleep as long as Mistral-7B would take on A10G and A100 (`sim.nodes`), and all else stays real.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ SHAPES: Final = {
     "": Shape(Spread(800, 200, 1600), Spread(128, 32, 256)),
     "smollm2": Shape(Spread(300, 64, 900), Spread(32, 8, 64)),
 }
-"""Model -> lengths: the one that ships along is so fast that its requests have to be longer."""
+"""Model -> lengths. The shipped model is so fast that its requests have to be longer."""
 SHARES: Final = (0.25, 0.45, 0.65)
-"""Loads, of what the slower role serves."""
+"""Loads, as shares of the rate that the slower role serves (`capacity`)."""
 BATCH: Final = 8
-"""Sequences of a step, in that account."""
+"""Sequences of a step, in `capacity`."""
 LEAST_MS: Final = 5.0
-"""Stages of less are not in the table."""
+"""Shorter stages are left out of the table."""
 NAP_PAGES: Final = 2000
 HEAD = ("load", "stage", "mean live, ms", "simulated", "error", "p90 live, ms", "simulated", "error")
 
@@ -60,12 +60,12 @@ class Judged:
 
     @property
     def live(self) -> Runs:
-        """Stages of every repeat."""
+        """Stages of every repeat of the live load."""
         return [phase.stages for phase in self.load.repeats]
 
     @property
     def compared(self) -> list[Compared]:
-        """Every stage and statistic."""
+        """Every statistic of every stage."""
         return compare(self.live, self.simulated)
 
 
@@ -109,7 +109,7 @@ def _command(args: argparse.Namespace) -> str:
 
 
 async def _record(args: argparse.Namespace) -> Recording:
-    """Run the cluster."""
+    """Run the cluster and record its times."""
     where = f"{this_machine('', 1).cpu}, {load_note()}"
     subject = Subject(args.model, args.codec)
     with TemporaryDirectory() as folder:
@@ -142,7 +142,7 @@ async def _record(args: argparse.Namespace) -> Recording:
 
 
 async def _time_alone(subject: Subject, file: Path) -> Profile:
-    """What `bench.durations` measures, in a process of its own."""
+    """The profile of `bench.durations`, measured in a process of its own."""
     own = ["--model", subject.model, "--codec", subject.codec, "--dtype", subject.dtype, "--threads", "1"]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.durations", *own, "--out", str(file), stdout=asyncio.subprocess.DEVNULL
@@ -171,14 +171,14 @@ async def _load(cluster: Cluster, share: float, rate: float, args: argparse.Name
 
 
 def judge(recording: Recording) -> list[Judged]:
-    """Simulate the recorded requests."""
+    """Simulate the recorded requests and pair the results with the live ones."""
     with TemporaryDirectory() as folder:
         spec = spec_of_record(recording, Path(folder) / "profile.json")
         return [Judged(load, simulate(spec, load.repeats[-1].sizes)) for load in recording.loads]
 
 
 def table(loads: Sequence[Judged]) -> list[str]:
-    """A line for the JCT and for every stage that takes time, and what lies outside the bounds."""
+    """A line for the JCT and for every stage that takes time, and the statistics outside the bounds."""
     lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
     for judged in loads:
         compared, load = judged.compared, judged.load
@@ -203,7 +203,7 @@ def _cells(of: Compared) -> str:
 
 
 def record(loads: Sequence[Judged], where: str) -> dict[str, Any]:
-    """Numbers for the page's JSON."""
+    """The numbers for the page's JSON."""
     return {
         "where": where,
         "loads": [

@@ -1,4 +1,4 @@
-"""How near a simulation comes to what was measured: mean and 90th percentile of every stage."""
+"""Agreement of a simulation with measurements: mean and 90th percentile of every stage."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 MEAN_WITHIN, P90_WITHIN = 0.15, 0.25
 NEGLIGIBLE: Final = 0.02
-"""A difference of less than this share of the JCT says nothing: stages of some milliseconds are the machine's mood."""
+"""A difference below this share of the JCT is ignored: stages of some milliseconds vary with the machine."""
 JCT: Final = "jct"
 
 Runs = Sequence[Mapping[str, Sequence[float]]]
-"""Repeats of one load: stage, or `JCT`, -> seconds of every request."""
+"""Repeats of one load. Each is stage (or `JCT`) -> seconds of every request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Compared:
     live: float
     simulated: float
     within: float
-    """How large the error may be."""
+    """The largest allowed relative error."""
     of_jct: float
     """The same statistic of the live JCT."""
 
@@ -37,7 +37,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """The difference, as a share of what was measured."""
+        """The difference as a share of the live value."""
         return self.difference / self.live if self.live else float(self.simulated > 0)
 
     @property
@@ -47,7 +47,7 @@ class Compared:
 
 
 def compare(live: Runs, simulated: Mapping[str, Sequence[float]]) -> list[Compared]:
-    """Every stage of `simulated`, means and then 90th percentiles. Of the live repeats the median counts."""
+    """Statistics of every stage of `simulated`: means, then 90th percentiles. The median of the live repeats counts."""
     return [*_statistic("mean", live, simulated, MEAN_WITHIN), *_statistic("p90", live, simulated, P90_WITHIN)]
 
 
@@ -66,6 +66,6 @@ def _of(name: str, seconds: Sequence[float]) -> float:
 
 
 def spread(live: Runs) -> float:
-    """How far the repeats' mean JCTs lie apart, as a share of their median: no simulation can be held to less."""
+    """The range of the repeats' mean JCTs, as a share of their median. No simulation can be more exact than that."""
     means = [_of("mean", run[JCT]) for run in live]
     return (max(means) - min(means)) / float(np.median(means))

@@ -1,9 +1,9 @@
-"""What surrounds passes and steps in real nodes, measured on an idle cluster, and a specification that holds it.
+"""The time around passes and steps in real nodes, measured on an idle cluster, and a specification that includes it.
 
-`bench.durations` times passes and steps alone in a process: how they grow with their context is taken from it. A node
-adds its event loop, the router its calls, a handoff its handshake; and processes compute more than passes and steps,
-which takes cores from others on the same machine. All of that is measured with requests that the gate does not compare
-later: one at a time, or one batch of equal ones.
+`bench.durations` times passes and steps alone in a process, and shows how they grow with their context. A node adds its
+event loop, the router its calls, a handoff its handshake. Processes also compute more than passes and steps, which
+takes cores from others on the same machine. All of that is measured with requests that the gate does not compare later:
+one at a time, or one batch of equal ones.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ REPEATS = 7
 SHORT, TOKENS = 64, 32
 """Prompt and answer of a request whose steps are timed."""
 HANDED_OFF = 2
-"""Tokens of the shortest answer whose KV is handed off."""
+"""Tokens of the shortest answer for which KV is handed off."""
 LONG, LONG_REPEATS = 128, 5
 """Tokens of an answer beside which prompts are computed."""
 BETWEEN = (CLIENT, ROUTER)
 """Processes that compute neither passes nor steps."""
 LOOPBACK_GBIT_S = 20.0
 NODE_HOST_GIB = 1.0
-"""As nodes have by default (`host_bytes`)."""
+"""The default of nodes (`host_bytes`)."""
 
 
 class Around(Frozen):
-    """Seconds, and factors, beside those of a profile."""
+    """Seconds and factors that a node adds to a profile."""
 
     request_s: float
     request_token_s: float
     call_s: float
     setup_s: float
     passes: tuple[float, ...]
-    """How many times longer than the profile's, by its rows."""
+    """For each row of the profile, the factor by which passes take longer."""
     step: float
-    """The same, of steps."""
+    """The factor by which steps take longer."""
     sequence_s: float = 0.0
-    """Of a step, for each sequence but the first."""
+    """Seconds that each sequence but the first adds to a step."""
 
     @classmethod
     def of(cls, alone: Profile, idle: Idle) -> Around:
-        """What `idle` has beside `alone`, of one request at a time."""
+        """What `idle` takes beyond `alone`, for one request at a time."""
         context, short = SHORT + TOKENS / 2, idle.steps[0].stages
         step_s = alone.decode.at(alone.decode.rows[0], context, "step")
         request_s, request_token_s = _line(
@@ -82,13 +82,13 @@ class Around(Frozen):
 
     @classmethod
     def nothing(cls, alone: Profile) -> Around:
-        """A node of nothing but passes and steps."""
+        """No additions: a node of nothing but passes and steps."""
         return cls(
             request_s=0, request_token_s=0, call_s=0, setup_s=0, passes=(1.0,) * len(alone.prefill.rows), step=1.0
         )
 
     def profile(self, alone: Profile) -> Profile:
-        """Durations in a node."""
+        """Durations in a node, from those of passes and steps alone."""
         more = [(batch - 1) * self.sequence_s for batch in alone.decode.rows]
         return alone.model_copy(
             update={
@@ -99,25 +99,25 @@ class Around(Frozen):
 
 
 def _stretched(grid: Grid, factors: Sequence[float], more: Sequence[float]) -> Grid:
-    """Each row of a grid times a number of its own, and seconds of its own more."""
+    """A grid with each row multiplied by its factor and increased by its own seconds."""
     rows = zip(grid.seconds, factors, more, strict=True)
     seconds = tuple(tuple(old * factor + added for old in row) for row, factor, added in rows)
     return grid.model_copy(update={"seconds": seconds})
 
 
 def _line(points: Sequence[tuple[int, Sequence[float]]]) -> tuple[float, float]:
-    """Least squares through medians, neither end below 0: what nothing takes, and what each one more takes."""
+    """Line through medians by least squares: (value at 0, slope), neither below 0."""
     each, none = np.polyfit([at for at, _ in points], [median(values) for _, values in points], 1)
     return max(0.0, float(none)), max(0.0, float(each))
 
 
 def host_of(idle: Idle, batches: Sequence[float], cores: float, footprint: Footprint) -> Host:
-    """The machine: its cores, and what they compute for tokens and for KV beside passes and steps. `batches` are those
-    of `idle.steps`.
+    """The machine: its cores, and their work on tokens and KV beside passes and steps. `batches` are those of
+    `idle.steps`.
 
-    Router and client compute nothing but that: least squares share it out to requests, tokens of prompts, steps and
-    tokens. Of nodes it is known for one request at a time, when passes and steps take turns: what they compute beyond
-    them goes to requests, bytes and tokens. A request's own part is in the measured stages.
+    Router and client compute nothing else: least squares divide their time among requests, tokens of prompts, steps and
+    tokens. For nodes, the extra time is known for one request at a time, when passes and steps take turns. It is
+    divided among requests, bytes and tokens. The part of a request is already in the measured stages.
     """
     single = [(phase, 1.0) for phase in (*idle.passes, idle.steps[0])]
     between, nodes = [], []
@@ -136,7 +136,7 @@ def host_of(idle: Idle, batches: Sequence[float], cores: float, footprint: Footp
 
 
 def _shares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Least squares, none below 0: what one of each takes, where the first number of a row is what all others took."""
+    """Least squares, clipped at 0: the cost of one of each kind. A row is (total cost, count of each kind)."""
     table = np.array(rows, dtype=float)
     return [max(0.0, float(share)) for share in np.linalg.lstsq(table[:, 1:], table[:, 0], rcond=None)[0]]
 
@@ -162,7 +162,7 @@ def gpus(codec: str) -> Profile:
 
 
 async def measure(cluster: Cluster, alone: Profile) -> Idle:
-    """Measure what surrounds the passes and steps of `alone`, timed on this machine."""
+    """Measure the time around the passes and steps of `alone`, which were timed on this machine."""
     await cluster.send([cluster.call(0.0, SHORT, TOKENS)])  # warms up
     return Idle(
         passes=tuple([await _passes(cluster, round(row)) for row in alone.prefill.rows]),
@@ -172,22 +172,22 @@ async def measure(cluster: Cluster, alone: Profile) -> Idle:
 
 
 def _each(cluster: Cluster, times: int, batch: int, tokens: int, prompt: int = SHORT) -> list[list[PlannedRequest]]:
-    """So many batches of equal requests."""
+    """`times` batches of `batch` equal requests."""
     return [[cluster.call(0.0, prompt, tokens) for _ in range(batch)] for _ in range(times)]
 
 
 async def _passes(cluster: Cluster, prompt: int) -> Phase:
-    """A prompt's computation, one at a time, while its KV leaves."""
+    """Compute prompts one at a time, while their KV leaves."""
     return await cluster.timed(*_each(cluster, REPEATS, 1, HANDED_OFF, prompt))
 
 
 async def _steps(cluster: Cluster, batch: int) -> Phase:
-    """Steps of so many sequences, which come at once."""
+    """Take steps of `batch` sequences, which come at once."""
     return await cluster.timed(*_each(cluster, max(3, 2 * REPEATS // batch), batch, TOKENS))
 
 
 async def _beside(cluster: Cluster, alone: Profile) -> Phase:
-    """The steps of one answer, and prompts whose passes take as long as those. They come when it has begun."""
+    """Take the steps of one answer beside prompts whose passes take as long. The prompts come once it has begun."""
     prompt, steps_s = alone.prefill.rows[-1], LONG * alone.decode.at(1, SHORT + LONG / 2, "step")
     count = math.ceil(steps_s / alone.prefill.at(prompt, 0, "pass"))
     begun_s = 2 * alone.prefill.at(SHORT, 0, "pass")
@@ -201,7 +201,7 @@ async def _beside(cluster: Cluster, alone: Profile) -> Phase:
 def spec_of(
     model: ModelShape, codec: str, pages: dict[Role, int], profile: Path, around: Around, host: Host | None = None
 ) -> Spec:
-    """The live cluster as the simulator sees it. `profile` holds `around.profile(...)`."""
+    """The live cluster as the simulator sees it. `profile` is a file with `around.profile(...)`."""
     here = Instance(gpu="core", gpus=1, network_gbit_s=LOOPBACK_GBIT_S, host_gib=2 * NODE_HOST_GIB, usd_per_hour=0)
     core = Gpu(fp16_tflops=1, memory_gb=1, memory_gb_s=1, bus_gb_s=1)
     node = ReplicaPool(instance="here", replicas=1, profile=profile, host_gib=NODE_HOST_GIB)

@@ -1,7 +1,7 @@
 """A cluster of one prefill and one decode node, real processes over loopback, and requests to it.
 
-Its nodes compute (`started`), or nap for as long as a profile says (`napping`): then only what surrounds passes and
-steps hangs on how busy the machine is.
+Its nodes compute (`started`), or sleep for as long as a profile says (`napping`). In the second case only the time
+around passes and steps depends on the load of the machine.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from sim.catalogue import ModelShape
 from sim.spec import Spec
 
 OWN_CACHE = {"prefix_cache": False}
-"""Prompts are cut from one text; what they share by chance would be no property of the cluster."""
+"""Prompts are cut from one text. Prefixes that they share by chance would distort times, so no prefix is reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is served: one compute thread for each node."""
+    """The model and codec that are served, with one compute thread for each node."""
 
     model: str
-    """Empty: the model that ships along."""
+    """Empty for the shipped model."""
     codec: str
     dtype: str = "bfloat16"
 
     @property
     def folder(self) -> Path:
-        """Of the checkpoint."""
+        """The folder of the checkpoint."""
         return find_model(self.model, self.dtype).path
 
     @property
     def shape(self) -> ModelShape:
-        """As the simulator has it."""
+        """The model's shape for the simulator."""
         model = read_model(self.folder)
         wide = model.hidden * (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         parameters = model.num_layers * (wide + 3 * model.hidden * model.ffn) + model.vocab * model.hidden
@@ -73,37 +73,37 @@ class Subject:
 
     @property
     def settings(self) -> tuple[ModelConfig, CodecConfig]:
-        """As nodes are told."""
+        """The configuration of the nodes."""
         model = ModelConfig(path=str(self.folder), dtype=self.dtype, threads=1)
         return model, CodecConfig(name=self.codec, allow_loss=True)
 
 
 _DIGITS = 6
-"""Microseconds."""
+"""Decimals of a second: microseconds."""
 CLIENT, ROUTER = "client", "router"
-"""The name of this process, and one of those of a cluster."""
+"""The name of this process, and the name of the router's process."""
 
 
 class Cluster:
-    """A running cluster and its client; made by `started`."""
+    """A running cluster and its client; made by `started` or `napping`."""
 
     def __init__(
         self, client: Client, subject: Subject, server: str, pages: dict[Role, int], processes: dict[str, int]
     ) -> None:
-        """`server` is the model's name, `processes` are names and ids."""
+        """`server` is the name of the served model; `processes` maps names to process ids."""
         self._client, self._prompts = client, PromptMaker(find_tokenizer(str(subject.folder)))
         self._fields = {"model": server, "temperature": 0, "ignore_eos": True, "return_stages": True}
         self._rng = np.random.default_rng(0)
         self._processes = {name: psutil.Process(number) for name, number in processes.items()}
         self.pages = pages
-        """Of each node's pool."""
+        """Pages of each node's pool."""
 
     def call(self, at_s: float, prompt_tokens: int, output_tokens: int) -> PlannedRequest:
         """A request with a text of its own."""
         return PlannedRequest(at_s, *self._prompts.text(prompt_tokens, self._rng), output_tokens)
 
     async def send(self, calls: Sequence[PlannedRequest]) -> list[RequestOutcome]:
-        """Send every call at its time. Raises `HackkvError` if one fails: half a run says nothing."""
+        """Send every call at its time. Raises `HackkvError` if one fails, since part of a run is useless."""
         outcomes, _ = await run_load(self._client, calls, self._fields, None, lambda: None, lambda _: None)
         for outcome in outcomes:
             if not outcome.ok or outcome.report is None:
@@ -111,7 +111,7 @@ class Cluster:
         return outcomes
 
     async def timed(self, *batches: Sequence[PlannedRequest]) -> Phase:
-        """Send batches, one after another. Raises `HackkvError` as `send` does."""
+        """Send batches, one after another, and record their times. Raises `HackkvError` if a call fails."""
         before, began = self._cpu_s(), perf_counter()
         outcomes = [outcome for calls in batches for outcome in await self.send(calls)]
         wall_s, after = perf_counter() - began, self._cpu_s()
@@ -142,7 +142,7 @@ async def started(subject: Subject) -> AsyncIterator[Cluster]:
 
 @contextlib.asynccontextmanager
 async def napping(subject: Subject, spec: Spec, folder: Path) -> AsyncIterator[Cluster]:
-    """Start a router, and the nodes of `spec` without weights (`sim.nodes`); `folder` takes the specification."""
+    """Start a router and the nodes of `spec` without weights (`sim.nodes`). `folder` takes the specification's file."""
     file = folder / "naps.yaml"
     file.write_text(spec.model_dump_json(), encoding="utf-8")
     async with running(ClusterPlan(_router(subject), {}, 0, 0), lambda _: None) as cluster:
@@ -189,7 +189,7 @@ async def _client(
 
 
 def stages_of(outcomes: Sequence[RequestOutcome]) -> dict[str, tuple[float, ...]]:
-    """Stage, and `JCT` as their sum, -> seconds of every request."""
+    """Stage -> seconds of every request; `JCT` is the sum of the stages."""
     reports = [outcome.report["stages"] for outcome in outcomes if outcome.report is not None]
     seconds = {stage: tuple(round(report[stage], _DIGITS) for report in reports) for stage in map(str, Stage)}
     return {JCT: tuple(map(sum, zip(*seconds.values(), strict=True))), **seconds}

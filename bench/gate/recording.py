@@ -1,4 +1,4 @@
-"""What a live run gave, kept in a file: a simulator can be judged by it again without the cluster."""
+"""The measurements of a live run, kept in a file, so that a simulator can be judged by them without the cluster."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from sim.catalogue import ModelShape
 from sim.costs import Profile
 
 Size = tuple[float, int, int]
-"""A request: seconds after the first moment, tokens of its prompt, tokens of its answer."""
+"""A request: (seconds after the first moment, tokens of its prompt, tokens of its answer)."""
 
 
 class Phase(Frozen):
-    """Requests that were sent, and what they cost."""
+    """A group of requests and their times."""
 
     sizes: tuple[Size, ...]
     stages: dict[str, tuple[float, ...]]
-    """Stage, and `JCT`, -> seconds of every request."""
+    """Stage (or `JCT`) -> seconds of every request."""
     wall_s: float
     cpu_s: dict[str, float]
-    """Process -> seconds that it computed meanwhile."""
+    """Process -> seconds of processor time during the phase."""
 
 
 class Idle(Frozen):
-    """What was measured on a cluster that serves nothing else."""
+    """Measurements of a cluster that serves nothing else."""
 
     passes: tuple[Phase, ...]
     """Prompts one at a time, a phase for each row of the profile's passes."""
@@ -40,32 +40,32 @@ class Load(Frozen):
     """One load, sent several times."""
 
     share: float
-    """Of what the slower role serves."""
+    """Share of the rate that the slower role serves."""
     rate: float
     """Requests a second."""
     repeats: tuple[Phase, ...]
 
 
 class Recording(Frozen):
-    """A live run."""
+    """The record of a live run."""
 
     command: str
     where: str
-    """The machine, and how busy it was."""
+    """The machine and its load."""
     model: str
-    """Empty: the one that ships along."""
+    """Empty for the shipped model."""
     codec: str
     naps: bool
     cores: float
-    """Of the machine."""
+    """Number of cores of the machine."""
     shape: ModelShape
     pages: dict[Role, int]
-    """Of each node's pool."""
+    """Pages of each node's pool."""
     alone: Profile
     idle: Idle
     loads: tuple[Load, ...]
 
 
 def read_recording(path: Path) -> Recording:
-    """Raises `ConfigError` naming file and key."""
+    """Read a record. Raises `ConfigError` naming file and key."""
     return load(Recording, path)

@@ -1,12 +1,12 @@
-"""The cluster of a record in the simulator, with all that surrounds passes and steps.
+"""The cluster of a record in the simulator, with the time around passes and steps.
 
-Two numbers cannot be read off what was measured, so the same requests are simulated, and the numbers are those with
-which they take as long as they took:
+Two numbers cannot be read off the measurements. So the same requests are simulated, and the numbers are those with
+which the simulated requests take as long as the live ones:
 
-- What a step takes for each sequence more: of a batch that was sent at once prompts are computed in turns, so its first
-  steps have fewer sequences than its last ones.
-- How many cores' worth the machine computes when a pass and a step run side by side. Weights that no cache holds come
-  from memory that both share, so that each takes longer beside the other.
+- The time that each further sequence adds to a step. The prompts of a batch that was sent at once are computed in
+  turns, so the first steps have fewer sequences than the last ones.
+- The number of cores that are lost when a pass and a step run side by side. If no cache holds the weights, both read
+  them from the memory that they share, so each takes longer beside the other.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from sim.spec import Codec, Spec
 
 HALVINGS: Final = 8
 MOST: Final = 0.25
-"""Seconds of `Around.sequence_s` at most, as a share of a step of one sequence."""
+"""The largest `Around.sequence_s`, as a share of a step of one sequence."""
 
 
 def simulate(spec: Spec, sizes: Sequence[Size]) -> dict[str, list[float]]:
-    """Stage, and `JCT`, -> seconds of the same requests in the simulator."""
+    """Stage (or `JCT`) -> seconds of every request in the simulator."""
     rows = Cluster(spec).run([Arrival(*size) for size in sizes]).rows
     return {JCT: list(rows["e2el_s"]), **{str(stage): list(rows[f"{stage}_s"]) for stage in Stage}}
 
 
 def spec_of_record(of: Recording, profile: Path) -> Spec:
-    """The specification that a record is judged by. `profile` is written and belongs to it."""
+    """The specification by which a record is judged. Writes the file `profile`, to which the specification refers."""
     around, host = Around.of(of.alone, of.idle), None
     if not of.naps:
         sizes = sizes_of(Codec(name=of.codec), of.shape.kv_shape)
@@ -75,7 +75,7 @@ def spec_of_record(of: Recording, profile: Path) -> Spec:
 
 
 def _most(limit: float, longer: Callable[[float], bool]) -> float:
-    """The most of something, up to `limit`, with which nothing takes longer than it did; 0 if it does without any."""
+    """The largest value up to `limit` with which nothing takes longer than it did live; 0 if it does even with 0."""
     low, high = 0.0, limit
     for _ in range(0 if longer(0.0) else HALVINGS):
         middle = (low + high) / 2

@@ -1,1 +1,1 @@
-"""The GPU kernels, checked and timed on the machine at hand: `PYTHONPATH=kernels python -m bench.gpu`."""
+"""The GPU kernels, checked and timed on this machine: `PYTHONPATH=kernels python -m bench.gpu`."""

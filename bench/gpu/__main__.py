@@ -40,9 +40,9 @@ from bench.gpu.shapes import Row, decode_bytes, decode_row, prefill_row, seal_ro
 from bench.gpu.timing import copy_bandwidth, warm_up
 
 BUDGET_S = 500
-"""Seconds. Together with the start of Python and the end of a process, below 9 minutes."""
+"""Seconds. With the start of Python and the end of a process, the run stays below 9 minutes."""
 CHECKS_SHARE = 0.4
-"""The largest share of the budget for checks. A check mostly compiles its kernels, so several processes run them."""
+"""The largest share of the budget for checks. A check mostly compiles its kernels, so several processes run checks."""
 CHECKING_PROCESSES = 16
 ROW_S = 90
 """The most seconds for one row. A row whose kernels are compiled takes a few."""
@@ -50,15 +50,15 @@ WHEELS = (
     *("pydantic", "pyyaml", "xxhash", "safetensors", "rich", "llguidance", "platformdirs"),
     *("grpcio", "grpcio-health-checking", "protobuf"),
 )
-"""What `pip install` needs for the engine's rows, beside what these wheels need themselves."""
+"""Packages for `pip install` that the engine's rows need, without the dependencies of these packages."""
 REHEARSED_TOKENS = 1024
-"""Long enough that Triton compiles the same kernel as for the lengths that are timed: a table row has 16 pages."""
+"""Long enough that Triton compiles the same kernel as for the timed lengths: a table row has 16 pages."""
 DECODES = (
     *((2**17, 1), (2**15, 8)),
     *((2**17, 8), (2**15, 1), (2**14, 1), (2**12, 1), (2**14, 8), (2**12, 8)),
     *((2**15, 32), (2**12, 32), (2**14, 32), (2**17, 32)),
 )
-"""Tokens and batch, those with a target of their own first."""
+"""(tokens, batch); those with a target of their own come first."""
 PREFILLS = (2**14, 2**15, 2**12, 2**13)
 
 HEADER = "| what | shape | us | faster than BF16 | GB/s | tokens/s | target |\n|---|---|---|---|---|---|---|"
@@ -66,7 +66,7 @@ HEADER = "| what | shape | us | faster than BF16 | GB/s | tokens/s | target |\n|
 
 @dataclass(slots=True)
 class Results:
-    """What has been found so far; written to `folder` whenever it grows."""
+    """The results so far; they are written to `folder` after every change."""
 
     machine: dict[str, object]
     folder: Path
@@ -78,16 +78,16 @@ class Results:
     """`--seed` repeats the inputs of a run."""
 
     def seeded(self, tasks: Iterable[Task]) -> list[Task]:
-        """The tasks, each with random numbers of its own that depend on the run's seed and on its name."""
+        """The tasks, each with a seed of its own that depends on the run's seed and on the task's name."""
         return [replace(task, seed=crc32(task.name.encode(), self.seed)) for task in tasks]
 
     def fail(self, answer: Answer) -> None:
-        """Keep one line of a failure and print all of it."""
+        """Keep the last line of a failure and print all of it."""
         self.failures[answer.name] = answer.failure.strip().splitlines()[-1]
         print(f"FAILED {answer.name} (--seed {self.seed})\n{answer.failure}", file=sys.stderr, flush=True)
 
     def write(self) -> None:
-        """Both files, whole."""
+        """Write both files, each in one step."""
         content = {name: getattr(self, name) for name in ("machine", "seed", "checks_passed", "failures", "skipped")}
         rows = [asdict(row) for row in self.rows]
         self._replace("gpu.json", json.dumps(content | {"rows": rows}, indent=1))
@@ -98,7 +98,7 @@ class Results:
         self._replace("gpu.md", "\n".join([*lines, *map(line, self.rows), *failed, *left_out, ""]))
 
     def _replace(self, name: str, text: str) -> None:
-        """Replace a file in one step, so that a process that is killed leaves no half of it."""
+        """Replace a file in one step, so that a process that is killed leaves no partial file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         new = self.folder / f"{name}.new"
         new.write_text(text, encoding="utf-8")
@@ -115,7 +115,7 @@ def line(row: Row) -> str:
 
 
 def rehearsals(*, smoke: bool) -> Iterator[Task]:
-    """The rows that are timed later, on short sequences: Triton keeps the compiled kernels, the times are not used."""
+    """The rows that are timed later, on short sequences. Triton keeps the compiled kernels; the times are not used."""
     for rounding in Rounding:
         fmt = HackFormat(128, 64, rounding=rounding)
         yield Task(
@@ -132,7 +132,7 @@ def rehearsals(*, smoke: bool) -> Iterator[Task]:
 
 
 def run_checks(results: Results, until: float, *, smoke: bool) -> None:
-    """Rehearsals and checks in a pool of processes."""
+    """Run rehearsals and checks in a pool of processes."""
     asked = list(checks(smoke=smoke, seed=results.seed))
     waiting = {check.name for check in asked}
     tasks = results.seeded([*rehearsals(smoke=smoke), *asked])
@@ -146,7 +146,7 @@ def run_checks(results: Results, until: float, *, smoke: bool) -> None:
 
 
 def engine_rows(results: Results, *, smoke: bool) -> list[Task]:
-    """Rows of whole steps and copies, if what they need is installed."""
+    """Rows of whole steps and copies, if the packages that they need are installed."""
     try:
         engine = importlib.import_module("bench.gpu.engine")
     except ModuleNotFoundError as error:
@@ -156,7 +156,7 @@ def engine_rows(results: Results, *, smoke: bool) -> list[Task]:
 
 
 def measurements(of_engine: Iterable[Task], *, smoke: bool) -> Iterator[tuple[Task, int]]:
-    """Every row with the device memory that it takes in bytes, or 0 where that is never much."""
+    """Every row with the bytes of device memory that it takes; 0 for rows that never take much."""
     kv_heads = 1 if smoke else 8
     groups = (4,) if smoke else (8, 4)
 
@@ -183,7 +183,7 @@ def measurements(of_engine: Iterable[Task], *, smoke: bool) -> Iterator[tuple[Ta
 
 
 def run_rows(results: Results, until: float, free: float, *, smoke: bool) -> None:
-    """One row at a time; `free` bytes of device memory are there to take."""
+    """Time one row after another. Rows that need more than `free` bytes of device memory are skipped."""
     tasks, waiting = [], set()
     for task, needed in measurements(engine_rows(results, smoke=smoke), smoke=smoke):
         if needed > free:
@@ -191,7 +191,7 @@ def run_rows(results: Results, until: float, free: float, *, smoke: bool) -> Non
             continue
         tasks.append(task)
         waiting.add(task.name)
-    limit_s = math.inf if smoke else ROW_S  # an interpreter has no hurry
+    limit_s = math.inf if smoke else ROW_S  # an interpreted row may take as long as it likes
     for answer in answers(results.seeded(tasks), 1, until, limit_s):
         waiting.discard(answer.name)
         if isinstance(answer.result, Row):
@@ -204,7 +204,7 @@ def run_rows(results: Results, until: float, free: float, *, smoke: bool) -> Non
 
 
 def about(device: torch.device) -> dict[str, object]:
-    """What results depend on."""
+    """The machine and the versions on which results depend."""
     here = Path(__file__).parent
     found: dict[str, object] = {
         "gpu": "none (interpreted)",
@@ -224,7 +224,7 @@ def about(device: torch.device) -> dict[str, object]:
 
 
 def said(*command: str) -> str:
-    """The first line that a command prints, or why there is none."""
+    """The first line that a command prints, or the reason why there is none."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -233,7 +233,7 @@ def said(*command: str) -> str:
 
 
 def main() -> None:
-    """Checks, then measurements."""
+    """Run checks, then measurements."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of gpu.json and gpu.md")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, for TRITON_INTERPRET=1")

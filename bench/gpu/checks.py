@@ -1,4 +1,4 @@
-"""Every kernel against the reference on fresh random inputs, in memory that held NaN or random bytes before."""
+"""Every kernel against the reference on fresh random inputs. Its memory holds NaN or random bytes before."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from lab.gpu.dequantize import attn_decode_dequantized
 from lab.gpu.presets import PRESETS
 
 RIVAL_TOLERANCE = 2.0**-5
-"""For FP16 values and weights of 2-bit pages, rows in BF16, and outputs in BF16."""
+"""Relative error allowed for FP16 values and weights of 2-bit pages, for rows in BF16, and for outputs in BF16."""
 
 
 LOOPS = ((2**17, 1), (2**15, 8))
-"""Tokens and batch for which the loop over pages is checked."""
+"""(tokens, batch) for which the loop over pages is checked."""
 REPEATS = 50
-"""Runs that must be bit-equal: programs that race would differ."""
+"""Number of runs that must be bit-equal: races between programs would make them differ."""
 
 
 def checks(*, smoke: bool, seed: int) -> Iterator[Task]:
-    """Checks of turns, of the loop over pages at the sizes that are timed, of the presets of `rot-*`, then of every
-    size, form and open page. Widths and groups take turns. `smoke`: one size, for the interpreter.
+    """Checks of rotations, of the loop over pages at the timed sizes, of the presets of `rot-*`, and then of every
+    size, form and open page. Code widths and groups alternate. `smoke`: one size, for the interpreter.
 
-    The size that is timed comes first, then those that take longest to compile. `seed` rounds stochastically.
+    The timed size comes first, then the sizes that take longest to compile. `seed` is for stochastic rounding.
     """
     yield Task("turns of heads", check_rotations)
     yield Task("rows between products", check_rows)
@@ -80,15 +80,15 @@ def checks(*, smoke: bool, seed: int) -> Iterator[Task]:
 
 
 def others(*, smoke: bool) -> list[PageFormat]:
-    """Pages without codes of their own arithmetic."""
+    """Page formats whose own kernels do not multiply codes."""
     d, pi = (64, 32) if smoke else (128, 64)
     side = partial(Grouping, 4, 32)
     return [RowFormat(d, pi), FloatFormat(d, page_tokens=pi), GroupFormat(d, side(by_channel=True), side(), pi)]
 
 
 def check_rotations(backend: TritonBackend) -> None:
-    """A turned row does not depend on its place, bit for bit. Interpreted, a dot is numpy's, whose order may depend on
-    it: integers have one sum."""
+    """A rotated row must not depend on its place, bit for bit. Interpreted, a dot product is numpy's, whose order of
+    sums may depend on the place. So the interpreter gets integers, whose sum is exact."""
     x, matrices = 3 * torch.randn(300, 6, 64), torch.randn(2, 64, 64)
     if backend.device.type == "cpu":
         x, matrices = x.round(), matrices.round()
@@ -101,8 +101,8 @@ def check_rotations(backend: TritonBackend) -> None:
 
 
 def check_rows(backend: TritonBackend) -> None:
-    """A model's operations on BF16 rows beside their definition, at the shapes of an 8B Llama. A row alone has the bits
-    that it has among others, and one that FP16 does not hold stays out of its slot."""
+    """A model's operations on BF16 rows against their definition, at the shapes of an 8B Llama. A row alone must have
+    the bits that it has among others, and a row that FP16 cannot hold must stay out of its slot."""
     count, heads, kv_heads, dim, device = 5, 32, 8, 128, backend.device
     x, more, both, qkv = (
         torch.randn(count, n).bfloat16() for n in (4096, 4096, 2 * 14336, (heads + 2 * kv_heads) * dim)
@@ -113,7 +113,7 @@ def check_rows(backend: TritonBackend) -> None:
     numbers, slots = torch.tensor([3, 64, 127, 0, 5]), torch.arange(count)
 
     def all_on(rows: RowKernels, device: torch.device, part: slice) -> list[Tensor]:
-        """Of the rows of `part`: what is as the definition has it to the bit, 5 tensors, and then the rest."""
+        """Results for the rows of `part`: 5 tensors that must have the definition's bits, then the other tensors."""
         summed, turned = (each[part].clone().to(device) for each in (x, qkv))
         normed = rows.norm(summed, weight.to(device), 1e-5, more[part].to(device))
         turned = turned.view(len(summed), -1, dim)
@@ -139,13 +139,13 @@ def check_rows(backend: TritonBackend) -> None:
     for at in range(count):
         alone = all_on(backend.rows, device, slice(at, at + 1))
         for name, one, of_all in zip(names, alone, whole, strict=True):
-            interpreted = device.type == "cpu" and name.startswith("rotate ")  # a dot is numpy's
+            interpreted = device.type == "cpu" and name.startswith("rotate ")  # the dot product is numpy's
             if not interpreted and not torch.equal(one, of_all[at : at + 1]):
                 raise AssertionError(f"{name}: a row differs by its place")
 
 
 def check_pages(fmt: Format, backend: TritonBackend) -> None:
-    """Bytes of sealed pages, and the way over the wire."""
+    """Bytes of sealed pages, before and after the wire."""
     shape = (3, 2, fmt.page_tokens, fmt.head_dim)
     k, v = (torch.randn(shape).half() for _ in range(2))
     ids, starts = torch.tensor([4, 0, 2]), torch.tensor([0, 7, 1000]) * fmt.page_tokens
@@ -163,8 +163,8 @@ def check_pages(fmt: Format, backend: TritonBackend) -> None:
 
 
 def check_loop(fmt: Format, tokens: int, batch: int, repeats: int, backend: TritonBackend) -> None:
-    """Decode over so many pages that programs take many turns: by few programs and by all that a GPU holds, equal to
-    the definition, and to itself bit for bit."""
+    """Decode over so many pages that programs loop often, with few programs and with as many as a GPU holds. The result
+    must be close to the definition's, and bit-equal between runs."""
     pi, heads, group, device = fmt.page_tokens, 2, 4, backend.device
     each = tokens // pi
     pages = random_pages(backend, each * batch, heads, fmt)
@@ -225,7 +225,7 @@ def check_attention(fmt: Format, group: int, backend: TritonBackend) -> None:
 
 
 def check_rivals(fmt: HackFormat, group: int, backend: TritonBackend) -> None:
-    """The kernels that decode is timed against, over one ragged batch, against FP64 attention on the rows they read."""
+    """The rivals of decode, over one ragged batch, against FP64 attention on the rows that they read."""
     pi, heads, device = fmt.page_tokens, 2, backend.device
     starts = torch.tensor([0, pi - 1, 2 * pi + 3, 3 * pi])
     order, count = torch.arange(len(starts)), 4 * len(starts)
@@ -253,7 +253,7 @@ def check_rivals(fmt: HackFormat, group: int, backend: TritonBackend) -> None:
 
 
 def _exact(spans: Spans, q: Tensor, open_k: Tensor, open_v: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FP64 attention [B, Hq, D] over pages of rows k, v [P, Hkv, Π, D] and the own page."""
+    """FP64 attention [B, Hq, D] over pages of rows k, v [P, Hkv, Π, D] and the open page of each sequence."""
     outs = []
     for b, cached in enumerate(spans.starts.tolist()):
         full, rest = divmod(cached, k.shape[2])

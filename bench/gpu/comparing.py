@@ -1,4 +1,4 @@
-"""What checks compare: pools that held rubbish, pages dequantized by their definition, errors."""
+"""Helpers of the checks: pools that hold rubbish, pages dequantized by their definition, and errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from bench.gpu.shapes import definition_of, kernels_of
 CPU = torch.device("cpu")
 
 TOLERANCE = 2.0**-7
-"""Relative, one step of BF16: Triton's interpreter truncates where torch rounds, and a GPU's exp turns weights that are
-near a rounding tie. A wrong page, field or scale is off by far more."""
+"""Relative error, one step of BF16: Triton's interpreter truncates where torch rounds, and a GPU's exp changes weights
+that are near a rounding tie. A wrong page, field or scale is off by far more."""
 
 
 def poisoned_pool(backend: TritonBackend, fmt: PageFormat, pages: int, heads: int, slots: int = 1) -> Pool:
-    """A pool of bytes that mean nothing."""
+    """A pool whose bytes are all 0xFF."""
     pool = new_pool(fmt, kernels_of(backend, fmt), backend.device, pages, slots, range(heads))
     records = next(iter(pool.planes.values())).untyped_storage()
     torch.empty(0, dtype=torch.uint8, device=backend.device).set_(records).fill_(0xFF)
@@ -32,12 +32,12 @@ def poisoned_pool(backend: TritonBackend, fmt: PageFormat, pages: int, heads: in
 
 
 def poison(like: Tensor, device: torch.device) -> None:
-    """Leave NaN where the allocator will put the next tensor of this size."""
+    """Fill with NaN the memory from which the allocator will take the next tensor of this size."""
     torch.full_like(like, float("nan"), device=device)
 
 
 def reconstructed(fmt: PageFormat, wire: Planes) -> tuple[Tensor, Tensor]:
-    """K^ and V^ FP64 [P, Hkv, Π, D] of planes in wire order."""
+    """K^ and V^ FP64 [P, Hkv, Π, D] from planes in wire order."""
     if isinstance(fmt, RowFormat):
         return wire["k"].transpose(0, 1).double(), wire["v"].transpose(0, 1).double()
     if isinstance(fmt, LevelFormat):
@@ -80,5 +80,5 @@ def same(got: Planes, expected: Planes, what: str) -> None:
 
 def close(got: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
     error = float((got.cpu().float() - expected.float()).norm() / expected.float().norm())
-    if not error <= tolerance:  # also NaN
+    if not error <= tolerance:  # so NaN fails too
         raise AssertionError(f"{what}: relative error {error:.2e}")

@@ -1,4 +1,4 @@
-"""Prompts that read dequantized pages, against FP64 attention to what a query sees."""
+"""Prompts that read dequantized pages, against FP64 attention over the rows that a query sees."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bench.gpu.shapes import definition_of, kernels_of
 
 
 def check_dense(fmt: PageFormat, group: int, backend: TritonBackend, heads: int = 2) -> None:
-    """Prompts that read dequantized pages, around page boundaries, against FP64 attention to what a query sees; and a
-    prompt in two parts, whose rows must be bit-equal to those of the whole."""
+    """Prompts around page boundaries that read dequantized pages, against FP64 attention over the rows that a query
+    sees. The rows of a prompt in two parts must be bit-equal to those of the whole prompt."""
     pi, d, device = fmt.page_tokens, fmt.head_dim, backend.device
     kernels, reference = kernels_of(TritonBackend(device, Prefill.DENSE), fmt), definition_of(fmt)
     pairs = [(0, pi), (pi - 1, 2), (2 * pi + 3, 2 * pi + 1), (5 * pi, 1)]
@@ -62,7 +62,7 @@ def check_dense(fmt: PageFormat, group: int, backend: TritonBackend, heads: int 
 
 
 def _seen(fmt: PageFormat, q: Tensor, start: int, exact: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor]) -> Tensor:
-    """FP64 attention [n, Hq, D] of rows q from number `start` on, over rows [m, Hkv, D] as the format has them seen."""
+    """FP64 attention [n, Hq, D] of rows q from number `start` on, over rows [m, Hkv, D], coded or exact by `fmt`."""
     pi, outs = fmt.page_tokens, []
     for i, each in enumerate(q):
         page, stop = (start + i) // pi, start + i + 1

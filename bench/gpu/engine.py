@@ -1,6 +1,6 @@
-"""The engine's rows: whole steps and passes of large models with random weights, and how fast KV is copied.
+"""The engine's rows: whole steps and passes of large models with random weights, and the speed at which KV is copied.
 
-Weights are drawn and KV is random bytes, so nothing is downloaded and contexts of any length are there at once. A step
+Weights are drawn and KV is random bytes, so nothing is downloaded, and contexts of any length exist at once. A step
 ends when its tokens have reached the host. Contenders are codecs, and `sdpa`: the same model over a contiguous cache in
 the model's type, with torch's fused attention.
 
@@ -47,7 +47,7 @@ PAGE: Final = 64
 CHUNK: Final = 2048
 """Rows of a prompt in one pass."""
 REPEATS: Final = 5
-"""Runs of which the median counts; one where kernels are interpreted."""
+"""Number of runs, of which the median counts; one run if kernels are interpreted."""
 FRAME: Final = 2 << 20
 """Bytes of a frame on the wire."""
 
@@ -57,7 +57,7 @@ STEPS: Final = (
     *((LLAMA, 2**12, 32), (QWEN, 2**14, 32), (LLAMA, 2**16, 1), (LLAMA, 2**16, 8), (LLAMA, 2**16, 32)),
     *((LLAMA, 2**12, 8), (LLAMA, 2**12, 1), (QWEN, 2**14, 8), (QWEN, 2**14, 1), (QWEN, 2**16, 32), (QWEN, 2**12, 32)),
 )
-"""Model, tokens and batch, those with a target first."""
+"""(model, tokens, batch); those with a target come first."""
 PROMPTS: Final = (2**14, 2**12, 2**13, 2**15)
 TARGETS: Final = {(LLAMA, 2**14, 32): "<= 1.35x its memory floor"}
 
@@ -84,8 +84,8 @@ def _step(shape: Shape, tokens: int, batch: int) -> Task:
 
 
 def step_row(shape: Shape, tokens: int, batch: int, backend: TritonBackend) -> Row:
-    """A decode step as one process runs it: each operator enqueued (and what of that is attention), recorded as a CUDA
-    graph, one in which every sequence fills a page, and steps of a node, one after another, which looks ahead."""
+    """A decode step as one process runs it, timed in several ways: with each operator enqueued (and the attention part
+    of that), recorded as a CUDA graph, with every sequence filling a page, and as steps of a node that looks ahead."""
     model = random_model(shape, tokens + 2 * PAGE, backend.device, backend.rows)
     us, notes, floors, repeats = dict[str, float](), list[str](), dict[str, float](), repeats_on(backend)
     for name in CODECS:
@@ -113,7 +113,7 @@ def step_row(shape: Shape, tokens: int, batch: int, backend: TritonBackend) -> R
 
 
 def steady_s(runner: ModelRunner, pages: int, batch: int, tokens: int, steps: int) -> float:
-    """Seconds of a step of a node's engine, of `steps` steps that follow one that warms up."""
+    """Seconds of one step of a node's engine: mean over `steps` steps after one that warms up."""
     engine, sampling = DecodeEngine(runner), replace(GREEDY, max_tokens=1 << 30)
     states = [SamplerState(sampling, (3,), (), kernels=runner.model.kernels) for _ in range(batch)]
     going = [Sequence([5], state, 0.0) for state in states]
@@ -132,7 +132,7 @@ def steady_s(runner: ModelRunner, pages: int, batch: int, tokens: int, steps: in
 
 @contextmanager
 def recording(notes: list[str], name: str) -> Iterator[None]:
-    """Notes why a device cannot record steps; they are enqueued then."""
+    """Adds a note if the device cannot record steps; then they are enqueued."""
     try:
         yield
     except ConfigError as error:
@@ -140,7 +140,7 @@ def recording(notes: list[str], name: str) -> Iterator[None]:
 
 
 def prompt_row(shape: Shape, tokens: int, backend: TritonBackend) -> Row:
-    """A prompt in passes of `CHUNK` rows."""
+    """Time a prompt in passes of `CHUNK` rows."""
     model = random_model(shape, tokens + PAGE, backend.device, backend.rows)
     us, notes = dict[str, float](), list[str]()
     for name in CODECS:
@@ -161,7 +161,7 @@ def _each(runs: Series[Callable[[], None]]) -> None:
 
 
 def _row(what: str, shape: str, us: dict[str, float], notes: list[str], more: tuple[dict[str, float], int, str]) -> Row:
-    """`more`: bytes that a step must read, by codec; tokens of a run; the target."""
+    """A row. `more` is (codec -> bytes that a step must read, tokens of a run, target)."""
     floors, tokens, target = more
     first = next((name for name in CODECS if name in us), None)
     if first is None:
@@ -175,7 +175,7 @@ COPIES: Final = ("export", "install", "swap out", "swap in")
 
 
 def copy_row(what: str, shape: Shape, tokens: int, backend: TritonBackend) -> Row:
-    """KV of one sequence to the wire's order and to the resting order in host memory, and back."""
+    """Copy the KV of one sequence: to the wire's order or back, or to the resting order in host memory or back."""
     codec, pages = codec_on(backend, shape.spec(tokens), DEFAULT_CODEC), list(range(tokens // PAGE))
     memory = KvMemory(codec, shape.spec(tokens).kv_layout(PAGE), len(pages), 1)
     for pool in memory.pools:
@@ -211,7 +211,7 @@ def copy_row(what: str, shape: Shape, tokens: int, backend: TritonBackend) -> Ro
 
 
 def wires() -> list[str]:
-    """Wires between two ends in one process that this machine can use. NCCL wants a GPU for each end."""
+    """Names of wires that this machine can use between two ends in one process. NCCL needs a GPU for each end."""
     found = list[str]()
     for name in sorted(set(WIRES) - {"nccl"}):
         try:
@@ -223,7 +223,7 @@ def wires() -> list[str]:
 
 
 def link_row(name: str, frames: int, _: TritonBackend) -> Row:
-    """A handoff over loopback, the best of some; both ends share a process."""
+    """The fastest of `REPEATS` handoffs over loopback; both ends share a process."""
 
     async def best_s() -> float:
         async with ends(name) as (sender, address):
@@ -244,14 +244,14 @@ def fitting(notes: list[str], name: str) -> Iterator[None]:
 
 
 def codec_on(backend: TritonBackend, spec: ModelSpec, name: str) -> KvCodec:
-    """With pages of `PAGE` tokens."""
+    """A codec with pages of `PAGE` tokens."""
     return make_codec(CodecConfig(name=name, settings={"page_tokens": PAGE}), spec.kv_shape, backend)
 
 
 def random_kv(
     model: Llama, name: str, tokens: int, batch: int, backend: TritonBackend, recorded: int = 0
 ) -> tuple[ModelRunner, int]:
-    """A runner whose `batch` sequences have room for `tokens` rows each, full of random bytes, and pages for each."""
+    """(runner, pages of each sequence): `batch` sequences have room for `tokens` rows each, full of random bytes."""
     pages = -(-tokens // PAGE) + 1
     runner = ModelRunner(model, codec_on(backend, model.spec, name), pages * batch, batch, recorded=recorded)
     for pool in runner.memory.pools:
@@ -260,7 +260,7 @@ def random_kv(
 
 
 def waits(run: Callable[[], None], device: torch.device) -> int:
-    """How often the host waits for the device in one run; 0 where there is no device."""
+    """How often the host waits for the device in one run; 0 without a device."""
     if device.type != "cuda":
         return 0
     torch.cuda.set_sync_debug_mode("warn")
@@ -274,7 +274,7 @@ def waits(run: Callable[[], None], device: torch.device) -> int:
 
 
 def repeats_on(backend: TritonBackend) -> int:
-    """See `REPEATS`."""
+    """Number of runs; see `REPEATS`."""
     return REPEATS if backend.device.type == "cuda" else 1
 
 

@@ -1,4 +1,4 @@
-"""Large models with random weights, and exact attention by torch to set the codecs beside."""
+"""Large models with random weights, and exact attention by torch with which codecs are compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hackkv.model.rope import Rope, plain
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a model."""
+    """The shape of a model."""
 
     name: str
     layers: int
@@ -34,7 +34,7 @@ class Shape:
     qkv_bias: bool = False
 
     def spec(self, max_context: int) -> ModelSpec:
-        """As `Llama` wants it."""
+        """The specification for `Llama`."""
         return ModelSpec(
             family="llama",
             num_layers=self.layers,
@@ -61,7 +61,7 @@ TINY: Final = Shape("tiny", 1, 64, 4, 1, 64, 64, head_dim=64)
 
 
 def random_model(shape: Shape, max_context: int, device: torch.device, kernels: RowKernels) -> Llama:
-    """In BF16. What a codec folds into weights does not change their shapes, and is left out."""
+    """A BF16 model. Codecs that fold something into weights do not change their shapes, so nothing is folded here."""
     spec = shape.spec(max_context)
 
     def drawn(size: tuple[int, ...]) -> Tensor:
@@ -88,7 +88,7 @@ def random_model(shape: Shape, max_context: int, device: torch.device, kernels: 
 
 
 def exact_step(model: Llama, tokens: int, batch: int) -> Callable[[], None]:
-    """A step of the same model over one contiguous cache."""
+    """A step of the model with `batch` sequences over one contiguous cache of `tokens` rows."""
     shape = (model.spec.num_layers, 2, batch, model.spec.num_kv_heads, tokens + 1, model.spec.head_dim)
     cache = torch.randn(shape, dtype=model.dtype, device=model.device)
     ids = torch.full((batch,), 5, device=model.device)
@@ -102,7 +102,7 @@ def exact_step(model: Llama, tokens: int, batch: int) -> Callable[[], None]:
 
 
 def exact_prompt(model: Llama, tokens: int) -> Callable[[], None]:
-    """A prompt of the same model in one pass."""
+    """A prompt of the model in one pass."""
     ids = torch.arange(tokens, device=model.device) % model.spec.vocab
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -115,6 +115,6 @@ def exact_prompt(model: Llama, tokens: int) -> Callable[[], None]:
 
 
 def _chosen(model: Llama, rows: tuple[Tensor, Tensor], wanted: Tensor | None, attend: Attend) -> None:
-    """The most likely tokens after the wanted ones of rows (ids, positions), on the host."""
+    """Compute the most likely tokens after the wanted rows (ids, positions), and bring them to the host."""
     with torch.inference_mode():
         model.logits(model.forward(*rows, attend, wanted)).argmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""Work in separate processes: a kernel that breaks its GPU context, dies or never ends harms no other."""
+"""Work in separate processes, so that a kernel that breaks its GPU context, dies or never ends harms no other."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from hack_kernels import load
 from hack_kernels.triton.backend import TritonBackend
 
 STOP_S = 10
-"""Seconds to wait for a process that was killed: the driver first ends the work that the process had begun."""
+"""Seconds to wait for a killed process: the driver first ends the work that the process had begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A name, and a function of the kernels that returns something or raises; both can be sent to a process."""
+    """A name and a function of the kernels, which returns a result or raises. Both can be sent to a process."""
 
     name: str
     run: Callable[[TritonBackend], object]
     seed: int = 0
-    """Of torch's random numbers: the same seed gives the same inputs, in whatever order tasks run."""
+    """Seed of torch's random numbers. The same seed gives the same inputs, in whatever order tasks run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a task returned, or why it failed. The last line of `failure` sums it up."""
+    """The result of a task, or the reason of its failure. The last line of `failure` sums it up."""
 
     name: str
     result: object = None
@@ -40,7 +40,7 @@ class Answer:
 
 
 def answers(tasks: Iterable[Task], processes: int, until: float, limit_s: float = math.inf) -> Iterator[Answer]:
-    """Do tasks in up to `processes` processes; answers in the order in which they come.
+    """Do tasks in up to `processes` processes. Yields answers as they come.
 
     When `monotonic` reaches `until`, everything ends, and tasks without an answer get none. A task that takes longer
     than `limit_s` fails. A process whose task failed is not used again.

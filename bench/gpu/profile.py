@@ -1,4 +1,4 @@
-"""What a GPU spends a prompt's chunk and a recorded step on, kernel by kernel: `python -m bench.gpu.profile`.
+"""Time of a prompt's chunk and of a recorded step on a GPU, kernel by kernel: `python -m bench.gpu.profile`.
 
 Random weights in the shape of Llama-3.1-8B. It needs what the engine's rows of `bench.gpu` need.
 """
@@ -26,7 +26,7 @@ LINES: Final = 16
 
 
 def show(name: str, run: Callable[[], None]) -> None:
-    """Print the kernels of one run that take longest; another one warms up."""
+    """Print the kernels of one run that take longest, after one run that warms up."""
     run()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
@@ -39,7 +39,7 @@ def show(name: str, run: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Chunks of two codecs, then a step."""
+    """Profile chunks of two codecs, then a step."""
     try:
         backend = load("triton")
     except BackendUnavailable as error:

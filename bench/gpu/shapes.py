@@ -1,4 +1,4 @@
-"""The rows that are timed. Each function returns one row: microseconds by contender and what follows from them."""
+"""The rows that are timed. Each function returns one row: microseconds by contender, and values derived from them."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class Row:
     us: dict[str, float]
     faster_than_bf16: float | None = None
     gb_per_s: float | None = None
-    """Bytes that the kernel must move over its time."""
+    """Bytes that the kernel must move, divided by its time."""
     target: str = ""
     tokens_per_s: float | None = None
-    """Of the first contender."""
+    """Tokens a second of the first contender."""
     notes: list[str] = field(default_factory=list)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_records(records, table, out, page_stride, head_stride, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Decode's loads and nothing else: one page of one KV head."""
+    """The loads of decode and nothing else, for one page of one KV head."""
     page = tl.load(table + tl.program_id(0))
     at = (records + page * page_stride + tl.program_id(1) * head_stride).to(tl.pointer_type(tl.int32), bitcast=True)
     word = tl.arange(0, 512)
@@ -69,7 +69,7 @@ def read_records(records, table, out, page_stride, head_stride, BYTES: tl.conste
 
 
 def decode_row(tokens: int, batch: int, kv_heads: int, group: int, backend: TritonBackend) -> Row:
-    """One decode step over random codes; BF16 reads a cache of the same length, by torch and by our kernel `rows`."""
+    """One decode step over random codes. BF16 reads a cache of the same length, by torch and by our kernel `rows`."""
     device, each, workspace = backend.device, tokens // PI, backend.workspace
     pages = random_pages(backend, each * batch, kv_heads)
     order = torch.arange(batch, device=device)
@@ -121,7 +121,7 @@ def decode_row(tokens: int, batch: int, kv_heads: int, group: int, backend: Trit
 
 
 Format = HackFormat | LevelFormat
-"""Pages of codes."""
+"""Formats of pages with codes."""
 
 
 DEFINITIONS: Final[dict[type[PageFormat], Callable[..., PageKernels]]] = {
@@ -134,7 +134,7 @@ DEFINITIONS: Final[dict[type[PageFormat], Callable[..., PageKernels]]] = {
 
 
 def definition_of(fmt: PageFormat) -> PageKernels:
-    """What kernels for `fmt` are checked against, on the processor."""
+    """The reference, on the processor, against which kernels for `fmt` are checked."""
     return DEFINITIONS[type(fmt)](fmt, torch.device("cpu"))
 
 
@@ -146,7 +146,7 @@ def kernels_of(backend: TritonBackend, fmt: PageFormat) -> PageKernels:
 
 
 def seal_row(tokens: int, kv_heads: int, fmt: HackFormat, backend: TritonBackend) -> Row:
-    """Full pages; bytes are those of the FP16 input."""
+    """Seal full pages; bytes are those of the FP16 input."""
     device, count = backend.device, tokens // PI
     k, v = (torch.randn(count, kv_heads, PI, D, device=device).half() for _ in "kv")
     ids = torch.arange(count, device=device)
@@ -187,13 +187,13 @@ def prefill_row(tokens: int, kv_heads: int, group: int, backend: TritonBackend) 
 
 
 def best_sdpa(variants: dict[str, Callable[[], Tensor]], device: torch.device) -> tuple[float, list[str]]:
-    """Microseconds of torch's fastest way to attend, and which it was. `MATH` stands in where nothing else runs."""
+    """Microseconds of torch's fastest attention, and its name. `MATH` is timed only if nothing else runs."""
     times: dict[str, float] = {}
     for (name, run), backend in ((pair, backend) for pair in variants.items() for backend in SDPA):
         if backend is SDPBackend.MATH and times:
             continue
         try:
-            with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):  # why the others do not take it
+            with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):  # torch warns why a backend refuses
                 times[f"{backend.name.lower()}, {name}"] = measure(run, device, rounds=9)
         except RuntimeError:  # this backend does not take these shapes, or not on this GPU
             continue
@@ -209,7 +209,7 @@ def random_pages(backend: TritonBackend, count: int, kv_heads: int, fmt: Format 
 
 
 def randomize(pages: Planes) -> None:
-    """Random bytes, and small random numbers."""
+    """Fill planes of uint8 with random bytes, and others with small random numbers."""
     for plane in pages.values():
         if plane.dtype is torch.uint8:
             plane.random_(0, 256)
@@ -218,5 +218,5 @@ def randomize(pages: Planes) -> None:
 
 
 def decode_bytes(tokens: int, batch: int, kv_heads: int) -> int:
-    """Device memory that `decode_row` takes, BF16 rivals included."""
+    """Bytes of device memory that `decode_row` takes, BF16 rivals included."""
     return tokens * batch * kv_heads * (4 * D + 2 * page_layout(FORMAT).nbytes // PI)

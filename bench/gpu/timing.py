@@ -1,4 +1,4 @@
-"""Medians of device time: CUDA graphs of calls between events, the second-level cache emptied before each call."""
+"""Medians of device time: CUDA graphs of calls between events; the second-level cache is emptied before each call."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Final
 import torch
 
 FLUSH_BYTES: Final = 256 * 2**20
-"""More than any GPU's second-level cache."""
+"""Larger than any GPU's second-level cache."""
 CALLS: Final = 10
-"""Calls in a graph: the start of a graph counts a tenth."""
+"""Calls in a graph. The start of the graph is spread over all of them."""
 WARM_UP_S: Final = 0.5
-"""Clocks of a GPU that has rested rise within this time."""
+"""The clocks of an idle GPU rise within this time."""
 
 Runs = Callable[[], object]
 
 
 def measure(run: Runs, device: torch.device, *, rounds: int = 15, cold: bool = True) -> float:
-    """Median microseconds of one call. `cold` empties the cache before each, which larger inputs would not need."""
+    """Median microseconds of one call. `cold` empties the cache before each call, which inputs larger than the cache
+    would not need."""
     on_gpu = device.type == "cuda"
     calls = CALLS if on_gpu else 1
     if not cold:
@@ -37,7 +38,7 @@ def measure(run: Runs, device: torch.device, *, rounds: int = 15, cold: bool = T
 
 
 class Flush:
-    """Empties the second-level cache by reading: what is written there would be written back beside the next call."""
+    """Empties the second-level cache by reading. Written data would be written back to memory during the next call."""
 
     def __init__(self, device: torch.device) -> None:
         size = FLUSH_BYTES if device.type == "cuda" else 4096
@@ -49,7 +50,7 @@ class Flush:
 
 
 def repeated(run: Runs, calls: int, device: torch.device) -> Runs:
-    """`run` so many times in a row: as a graph where there are graphs. Kernels are compiled afterwards."""
+    """A function that runs `run` `calls` times: as a CUDA graph on a GPU. `run` has compiled its kernels by then."""
     run()
     if device.type != "cuda":
         return lambda: [run() for _ in range(calls)]
@@ -93,7 +94,7 @@ def warm_up(device: torch.device) -> None:
 
 
 def copy_bandwidth(device: torch.device, megabytes: int) -> float:
-    """GB/s of a copy, read and written bytes counted."""
+    """GB/s of a copy; read and written bytes both count."""
     source = torch.ones(megabytes * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / measure(lambda: target.copy_(source), device) / 1e3

@@ -1,1 +1,1 @@
-"""What `bench.jct` is made of: links of several speeds, a cluster behind one of them, and the page on them all."""
+"""The parts of `bench.jct`: links of several speeds, a cluster behind one of them, and the page about all of them."""

@@ -1,7 +1,7 @@
-"""Cells of the experiment: a cluster of one prefill and one decode node, a link between them, a load, what clients saw.
+"""Cells of the experiment: a cluster of one prefill and one decode node, a link between them, a load, and its results.
 
-Cells of the same codec and model share a cluster, and its link changes from one to the next. They run as a process of
-its own, inside a network namespace: `python -m bench.links.cell ORDERS.json`.
+Cells of the same codec and model share a cluster, and its link changes from one cell to the next. They run in a process
+of their own, inside a network namespace: `python -m bench.links.cell ORDERS.json`.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from hackkv.errors import ConfigError
 from hackkv.model.shipped import find_model
 
 PROMPTS: Final = {"short": 300, "long": 3000}
-"""Name -> tokens; the model that ships with hackkv has a context of 4,096."""
+"""Name -> tokens. The model that ships with hackkv has a context of 4,096."""
 OUTPUT_TOKENS: Final = 64
 WARMUPS: Final = 2
 TIMEOUT_S: Final = 600.0
-"""Of one cell."""
+"""The most seconds of one cell."""
 
 Result = dict[str, Any]
-"""What `hackkv bench serve` writes, with `link_bits_per_s` (measured) and `load_average` before the cell."""
+"""The output of `hackkv bench serve`, with `link_bits_per_s` (measured) and `load_average` before the cell."""
 
 
 class Cell(BaseModel):
-    """What is served, over what, and how much of it."""
+    """One measurement: a prompt length, a link, a codec and a load."""
 
     model_config = ConfigDict(frozen=True)
 
     prompt: str
-    """What its length is called."""
+    """Name of the prompt's length."""
     tokens: int
-    """Of a prompt."""
+    """Tokens of a prompt."""
     link: str
     row: str
-    """What the codec with its settings is called."""
+    """Name of the codec with its settings."""
     codec: CodecConfig
     requests: int
     warmups: int = WARMUPS
     model: str = ""
-    """As `find_model` takes it; empty for the model that ships with hackkv."""
+    """As for `find_model`; empty for the model that ships with hackkv."""
     rate: float | None = None
     """Requests a second; None keeps `concurrency` under way."""
     concurrency: int = 0
 
     @property
     def name(self) -> str:
-        """Prompt, link and codec."""
+        """'prompt/link/row'."""
         return f"{self.prompt}/{self.link}/{self.row}"
 
     def file(self, folder: Path) -> Path:
-        """Where its result is."""
+        """The file of the cell's result in `folder`."""
         load = "" if self.rate else f"-{self.concurrency}-at-once"
         return folder / (self.name.replace("/", "-") + load + ".json")
 
@@ -79,15 +79,15 @@ _RESULT: Final[TypeAdapter[Result]] = TypeAdapter(Result)
 
 
 def done(cell: Cell, folder: Path) -> Result | None:
-    """The cell's result, if it was measured."""
+    """The cell's result; None if it was not measured."""
     file = cell.file(folder)
     return _RESULT.validate_json(file.read_bytes()) if file.exists() else None
 
 
 def run(cells: Sequence[Cell], folder: Path) -> None:
-    """Measure those of `cells` that have no result in `folder`. All are of one codec and model.
+    """Measure the `cells` that have no result in `folder`. All cells have one codec and model.
 
-    Raises `ConfigError` naming the log. What was measured until then stays.
+    Raises `ConfigError` naming the log. Results that were measured until then stay.
     """
     left = [cell for cell in cells if not cell.file(folder).exists()]
     if not left:
@@ -104,14 +104,14 @@ def run(cells: Sequence[Cell], folder: Path) -> None:
 
 
 async def _serve(orders: Orders) -> int:
-    """Start a cluster here and load it cell by cell; 0, or the exit code of the load generator that failed."""
+    """Start a cluster here and load it cell by cell. Returns 0, or the exit code of a load generator that failed."""
     first = orders.cells[0]
     model = str(find_model(first.model).path)
     codec = first.codec.model_copy(update={"allow_loss": True})
     worker = {"model": {"path": model, "threads": 1}, "codec": codec.model_dump(mode="json", exclude_defaults=True)}
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model}
-    # Prompts are cut from one real text and can begin alike, and cells repeat them. Reuse would make times depend on
-    # that.
+    # Prompts are cut from one real text and can begin alike, and cells repeat them. Times must not depend on reused
+    # prefixes.
     prefill, decode = {"prefix_cache": False}, {"prefix_cache": False, "listen": {"host": DECODE_HOST}}
     async with running(ClusterPlan(router, worker, 1, 1, prefill=prefill, decode=decode), print) as cluster:
         for cell in orders.cells:

@@ -1,4 +1,4 @@
-"""A link of so many bits a second inside a network namespace of its own, and what it really carries."""
+"""A link of a given rate inside a network namespace of its own, and a measurement of its real rate."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hackkv.errors import ConfigError
 
 FREE: Final = "none"
 DECODE_HOST: Final = "127.0.0.2"
-"""The decode node listens here. Packets to this address pass the link, and no others."""
+"""The decode node listens here. Only packets to this address pass the link."""
 
 _UNITS: Final = {"mbit": 1e6, "gbit": 1e9}
 _PACKET: Final = 65536
-"""Bytes of loopback's largest packet."""
+"""Bytes of the largest packet of loopback."""
 _EARLY_S: Final = 0.0005
-"""Size of the token bucket, in time: how early the link may deliver. Smaller ones keep fast links below their rate."""
+"""Size of the token bucket as a time: how early the link may deliver. With smaller ones, fast links miss their rate."""
 _PROBE_S: Final = 0.3
 _PROBE_BYTES: Final = 256 << 20
-"""A measurement sends what the link carries in `_PROBE_S`, at most this; over the free link it sends all of this."""
+"""A measurement sends as much as the link carries in `_PROBE_S`, at most this. Over the free link it sends all this."""
 _PIECE: Final = 1 << 20
 
 
 def bits_per_s(link: str) -> float:
-    """The rate that a name such as 200mbit or 10gbit stands for. Raises `ConfigError`."""
+    """The rate of a name such as 200mbit or 10gbit, in bits per second. Raises `ConfigError` for other names."""
     found = re.fullmatch(r"([1-9]\d*)(mbit|gbit)", link)
     if found is None:
         raise ConfigError(f"--links: {link!r}: expected a rate such as 200mbit or 10gbit, or {FREE}")
@@ -37,12 +37,12 @@ def bits_per_s(link: str) -> float:
 
 
 def apart(command: Sequence[str]) -> list[str]:
-    """`command` in a network namespace of its own, which has loopback and nothing else. Needs root."""
+    """`command` in a network namespace of its own, which has only loopback. Needs root."""
     return ["unshare", "--net", "sh", "-c", f"ip link set lo up && exec {shlex.join(command)}"]
 
 
 def shaping(link: str) -> list[list[str]]:
-    """The commands after which packets to `DECODE_HOST` pass the link, in a namespace that no link shapes yet."""
+    """The commands that send packets to `DECODE_HOST` over the link, in a namespace without a link so far."""
     if link == FREE:
         return []
     burst = max(_PACKET, round(bits_per_s(link) / 8 * _EARLY_S))
@@ -56,14 +56,14 @@ def shaping(link: str) -> list[list[str]]:
 
 
 def shape(link: str) -> None:
-    """Put `link` in the place of the one that this namespace has. Raises `subprocess.CalledProcessError`."""
+    """Replace the link of this namespace by `link`. Raises `subprocess.CalledProcessError`."""
     subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], stderr=subprocess.DEVNULL, check=False)
     for step in shaping(link):
         subprocess.run(step, check=True)
 
 
 def measure(link: str) -> float:
-    """Bits a second of the link, which shapes this namespace, measured by sending over it."""
+    """Bits per second of the link of this namespace, measured by sending over it."""
     size = _PROBE_BYTES if link == FREE else min(_PROBE_BYTES, round(bits_per_s(link) / 8 * _PROBE_S))
     with socket.create_server((DECODE_HOST, 0)) as server:
         reader = threading.Thread(target=_drain, args=(server, size))

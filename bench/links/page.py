@@ -1,4 +1,4 @@
-"""docs/jct.md: tables of what was measured, and sentences that follow from the numbers."""
+"""docs/jct.md: tables of the measurements, and sentences that follow from the numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hackkv.timing import Stage
 STATISTICS: Final = {"mean": "Mean", "median": "p50", "p99": "p99"}
 LEAST_NOISE: Final = 0.05
 IDLE: Final = 0.01
-"""A link that KV crosses in no more than this share of a request's time is no limit."""
+"""A link counts as idle if KV crosses it in at most this share of a request's time."""
 QUEUES: Final = (Stage.ROUTER_QUEUE, Stage.PREFILL_QUEUE, Stage.SWAP_WAIT, Stage.DECODE_QUEUE)
 LLAMA_8B_BYTES: Final = 131_072
 """FP16 KV of one token of Llama-3.1-8B: 32 layers, 8 heads, head_dim 128, K and V."""
@@ -26,9 +26,9 @@ class Setting:
 
     machine: str
     share: float
-    """Offered load over what the slowest codec serves on the free link."""
+    """The offered load, as a share of the rate that the slowest codec serves on the free link."""
     capacity: Mapping[str, Mapping[str, float]]
-    """Prompt -> codec -> requests per second on the free link, with as many under way as keep it busy."""
+    """Prompt -> codec -> requests per second on the free link, with enough requests under way to keep it busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +42,28 @@ class Measured:
 
     @property
     def jct_ms(self) -> float:
-        """Mean job completion time."""
+        """Mean job completion time in milliseconds."""
         return float(self.result["mean_e2el_ms"])
 
     @property
     def bytes_per_request(self) -> float:
-        """KV on the wire, with message headers."""
+        """Bytes of KV on the wire per request, with message headers."""
         return float(self.result["kv"]["bytes"] / self.result["completed"])
 
     @property
     def link_load(self) -> float:
-        """Bits of KV that are asked for over bits that the link carries; 0 on the free one."""
+        """Bits of KV that requests need over bits that the link carries; 0 on the free link."""
         if self.link == FREE:
             return 0.0
         return float(8 * self.bytes_per_request * self.result["request_rate"] / bits_per_s(self.link))
 
     @property
     def crossing_ms(self) -> float:
-        """Milliseconds that a request's KV takes on a link that carries nothing else; 0 on the free one."""
+        """Milliseconds that a request's KV takes on a link that carries nothing else; 0 on the free link."""
         return 0.0 if self.link == FREE else 8e3 * self.bytes_per_request / bits_per_s(self.link)
 
     def stage_ms(self, stage: Stage, statistic: str = "mean") -> float:
-        """Of one stage."""
+        """A statistic of one stage, in milliseconds."""
         return float(self.result["stages"][stage][statistic])
 
 
@@ -180,7 +180,7 @@ def _reading(measured: list[Measured]) -> list[str]:
 
 
 def _noise(measured: list[Measured]) -> tuple[float, str]:
-    """How much times differ between links that are almost idle, as a share, and a sentence that says so."""
+    """The relative difference of times between links that are almost idle, and a sentence about it."""
     idle: dict[tuple[str, str], list[float]] = {}
     for each in measured:
         if each.crossing_ms <= IDLE * each.jct_ms:
@@ -196,7 +196,7 @@ def _noise(measured: list[Measured]) -> tuple[float, str]:
 
 
 def _stages_apart(fp16: Measured, hack: Measured) -> str:
-    """Where the two spend their time when the network costs nothing."""
+    """A line about the stages in which the two codecs differ when the network costs nothing."""
     apart = {stage: hack.stage_ms(stage) - fp16.stage_ms(stage) for stage in Stage}
     largest = sorted(apart, key=lambda stage: -abs(apart[stage]))[:3]
     return (
@@ -208,7 +208,7 @@ def _stages_apart(fp16: Measured, hack: Measured) -> str:
 
 
 def _link_alone(each: Measured, measured: list[Measured]) -> str:
-    """What a slow link does to one codec, apart from the comparison of codecs."""
+    """A line about the effect of a slow link on one codec, without comparing codecs."""
     free = next((one for one in measured if (one.prompt, one.link, one.codec) == (each.prompt, FREE, each.codec)), None)
     told = (
         f"- `{each.codec}` with {each.prompt} prompts at {each.link}: KV takes {each.crossing_ms:.0f} ms on an empty "
@@ -219,12 +219,12 @@ def _link_alone(each: Measured, measured: list[Measured]) -> str:
 
 
 def _queued(each: Measured) -> float:
-    """Share of the time that requests wait for a node."""
+    """Share of the time for which requests wait for a node."""
     return sum(each.stage_ms(stage) for stage in QUEUES) / each.jct_ms
 
 
 def _overloaded(each: Measured) -> list[str]:
-    """Cells whose times say more about the load than about a request."""
+    """Lines about a cell whose times depend on the load more than on a request."""
     told = []
     if each.link_load >= 1:
         told += [f"asks for {each.link_load:.0%} of what the link carries"]

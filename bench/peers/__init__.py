@@ -1,1 +1,1 @@
-"""The same requests to the same weights in several systems, each as a process of its own; and in our codecs."""
+"""The same requests to the same weights in several systems, each in a process of its own; and in our codecs."""

@@ -41,17 +41,17 @@ from hackkv.model.shipped import smollm2 as smollm2_file
 HERE = Path(__file__).parent
 TIMEOUT_S = 900.0
 ALONE_S, TOGETHER_S = 200.0, 480.0
-"""A process of `beside` that takes longer is given up."""
+"""The longest time of a process of `beside`, for prompts alone and together."""
 SLOW_KV = ("q8_0", "q4_0")
-"""llama.cpp takes 3 and 5 times as long with these as with f16, so `llama` runs them once."""
+"""KV types with which llama.cpp takes 3 and 5 times as long as with f16. `llama` runs them once."""
 LLAMA = ("f16", "f16-plain", *SLOW_KV)
 CELL_TOKENS = 24_576
-"""Prompt tokens that a cell of `codecs` may cost. A long prompt runs less often, but at least once."""
+"""The most prompt tokens of a cell of `codecs`. A long prompt runs less often, but at least once."""
 MODULES = ",".join(entry.module for entry in ENTRIES)
 
 
 class Isa(StrEnum):
-    """What `beside` holds every process to."""
+    """The instruction set to which `beside` holds every process."""
 
     BEST = "best"
     AVX2 = "avx2"
@@ -65,7 +65,7 @@ Out = Annotated[
 ]
 
 Heard = Callable[[str, int, Timing], None]
-"""Told the system, the prompt's length and what it took."""
+"""Called with the system, the length of the prompt, and the times."""
 
 app = typer.Typer(
     help="hackkv beside other engines, and our codecs against each other.",
@@ -194,7 +194,7 @@ def beside(
 
 
 def _hold(isa: Isa, folder: Path) -> Path | None:
-    """What holds processes to `isa`; None if this processor has no more anyway."""
+    """A library that holds processes to `isa`; None if this processor has no newer instructions anyway."""
     if isa is Isa.BEST or supported_isas()[0] == isa:
         return None
     try:
@@ -209,7 +209,7 @@ def _entries(only: str) -> list[Entry]:
 
 
 def _lengths(sizes: str, tokens: int) -> list[int]:
-    """Prompt lengths that the model has room for, with `tokens` after them."""
+    """Prompt lengths for which the model has room, with `tokens` tokens after each. Raises `typer.BadParameter`."""
     most = SHAPE.max_context - tokens
     words = sizes.split(",")
     if not all(word.isdecimal() and 1 <= int(word) <= most for word in words):
@@ -226,7 +226,7 @@ def _known(only: str, known: Collection[str]) -> list[str]:
 
 
 def _prompts(lengths: list[int], nth: int) -> list[int]:
-    """Prompt lengths of the nth round. A cell runs once, and again while it costs no more than CELL_TOKENS."""
+    """Prompt lengths of the nth round. A length runs once, and again while its runs take at most CELL_TOKENS tokens."""
     return [length for length in lengths if nth == 0 or (nth + 1) * length <= CELL_TOKENS]
 
 

@@ -1,4 +1,4 @@
-"""What `bench.peers beside` has measured so far, what is left to do, and the section that says so."""
+"""The results of `bench.peers beside` so far, the parts that are left, and the section about both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JCT: Final = {"avx2": 0.6}
 JCT_ELSE: Final = 0.4
 SPEED: Final = 0.8
 TOGETHER: Final = 0.5
-"""The targets: ours takes at most this share of the best peer's time."""
+"""Targets: our time is at most this share of the best peer's."""
 
 ABOUT: Final = (
     "Every system is a process of its own and gets the same token ids of held-out text; no part of a prompt is reused. "
@@ -29,7 +29,7 @@ ABOUT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process: a system with one setting of KV answers each prompt in turn, or all `together`."""
+    """One process: a system with one setting of KV answers each prompt in turn, or all prompts `together`."""
 
     entry: Entry
     kv: str
@@ -37,23 +37,23 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Names it in the record."""
+        """The name of the part in the record."""
         return f"{self.entry.name}, KV {self.kv}{', together' if self.together else ''}"
 
 
 @dataclass(slots=True)
 class Record:
-    """Results by part; `setting` says what they belong to."""
+    """Results by part, measured in one `setting`."""
 
     setting: Mapping[str, Any]
     lengths: Sequence[int]
     results: dict[str, list[Result]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    """Parts that could not be done, and why."""
+    """Part -> why it could not be done."""
 
     @classmethod
     def read(cls, kept: Mapping[str, Any] | None, setting: Mapping[str, Any], lengths: Sequence[int]) -> Record:
-        """What `as_json` kept; nothing, if that belongs to something else. What was not installed is tried again."""
+        """The record that `as_json` wrote; an empty one if its setting differs. Missing systems are tried again."""
         record = cls(setting, lengths)
         if kept and kept.get("setting") == setting:
             record.results = {key: [Result.of(each) for each in runs] for key, runs in kept["results"].items()}
@@ -61,16 +61,16 @@ class Record:
         return record
 
     def add(self, part: Part, result: Result) -> None:
-        """One more run of a part."""
+        """Add one more run of a part."""
         self.results.setdefault(part.key, []).append(result)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain fields."""
+        """The record as plain fields."""
         results = {key: [asdict(run) for run in runs] for key, runs in self.results.items()}
         return {"setting": self.setting, "results": results, "absent": self.absent}
 
     def left(self, entries: Sequence[Entry], rounds: int, contenders: int) -> Iterator[Part]:
-        """Parts to do, as the record is by then: round by round each alone, then ours and the best peers at once."""
+        """Parts to do, by the record at that time: each alone, round by round, then ours and the best peers at once."""
         for nth in range(1, rounds + 1):
             for entry in entries:
                 yield from self._undone((Part(entry, kv, together=False) for kv in entry.kv), nth)
@@ -79,7 +79,7 @@ class Record:
             yield from self._undone((*ours, *self.best(entries, contenders)), nth)
 
     def best(self, entries: Sequence[Entry], contenders: int) -> list[Part]:
-        """The fastest peers, each with the best setting in which it can, to be asked for all at once."""
+        """The parts in which the fastest peers get all prompts at once, each peer with its best setting that works."""
         peers = sorted((self.jct_s(part), part.key, part) for part in self.alone(entries) if not part.entry.ours)
         chosen: dict[str, Part] = {}
         for _, _, alone in peers:
@@ -99,12 +99,12 @@ class Record:
         return Answer(median(each.prefill_s for each in answers), median(each.decode_s for each in answers))
 
     def jct_s(self, part: Part) -> float:
-        """Of the longest prompt."""
+        """Median seconds of the longest prompt and its answer."""
         answer = self.answer(part, len(self.lengths) - 1)
         return answer.prefill_s + answer.decode_s
 
     def together_s(self, part: Part) -> float | None:
-        """Until the last of the requests at once had ended; None if they were not asked."""
+        """Median seconds until the last of the requests at once had ended; None if they were not sent."""
         runs = self.results.get(Part(part.entry, part.kv, together=True).key)
         return median(run.together_s for run in runs) if runs else None
 
@@ -115,7 +115,7 @@ class Record:
 
 
 def section(record: Record, entries: Sequence[Entry], load_average: float) -> str:
-    """The page's section: each system's times, ours over the best peer's, and what each is."""
+    """The page's section: the times of each system, ours over the best peer's, and a line about each system."""
     setting, tokens = record.setting, ANSWER_TOKENS
     command = f"python -m bench.peers beside {'--isa avx2 ' if setting['held'] else ''}--out docs"
     lines = [f"## SmolLM2 beside its peers, {setting['held'] or setting['kernels']}", ""]
@@ -140,7 +140,7 @@ def section(record: Record, entries: Sequence[Entry], load_average: float) -> st
 
 
 def _ratios(record: Record, entries: Sequence[Entry]) -> list[str]:
-    """Ours over the fastest peer in each respect."""
+    """A table of our times over those of the fastest peer, by measure."""
     last, alone = len(record.lengths) - 1, record.alone(entries)
     ours, peers = [part for part in alone if part.entry.ours], [part for part in alone if not part.entry.ours]
     if not ours or not peers:
@@ -174,7 +174,7 @@ def _ratios(record: Record, entries: Sequence[Entry]) -> list[str]:
 
 
 def _about(record: Record, entry: Entry) -> list[str]:
-    """A line for a system that was measured, and one for each part that could not be."""
+    """A line about a system that was measured, and one for each part that could not be measured."""
     keys = [Part(entry, kv, together).key for kv in entry.kv for together in (False, True)]
     lines = []
     if run := next((runs[0] for key in keys for runs in [record.results.get(key)] if runs), None):

@@ -1,4 +1,4 @@
-"""What is asked, of which weights: random ones with random ids, or SmolLM2's with text."""
+"""Models and prompts: random weights with random ids, or SmolLM2 with text."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 def prompt_ids(count: int) -> list[int]:
-    """Token ids 3.. of the vocabulary, drawn at random; the same for everybody."""
+    """Random token ids from 3 on. They depend on `count` alone, so all systems get the same."""
     generator = torch.Generator().manual_seed(count)
     ids: list[int] = torch.randint(3, SHAPE.vocab, (count,), generator=generator).tolist()
     return ids
 
 
 def text_prompts(checkpoint: Path, lengths: Sequence[int]) -> list[list[int]]:
-    """Held-out text in the checkpoint's tokens, each prompt from another place on; the same for everybody."""
+    """Held-out text in the checkpoint's tokens, each prompt from another place. All systems get the same."""
     maker, rng = PromptMaker(find_tokenizer(str(checkpoint))), np.random.default_rng(len(lengths))
     return [maker.ids(length, rng) for length in lengths]
 
 
 def write_split(checkpoint: Path, folder: Path) -> Path:
-    """A checkpoint of ours in fused form as others read it, unless it is there; returns `folder`."""
+    """Write a checkpoint of ours, whose matrices are fused, in the form that others read, unless it exists. Returns
+    `folder`."""
     if not (folder / WEIGHTS).exists():
         folder.mkdir(parents=True, exist_ok=True)
         spec, fused = read_spec(checkpoint), load_file(checkpoint / WEIGHTS)

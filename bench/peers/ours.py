@@ -20,7 +20,7 @@ KV_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One request, as its client and the router saw it; times in seconds."""
+    """The times of one request, as its client and the router saw them, in seconds."""
 
     jct_s: float
     stages: dict[str, float]
@@ -29,12 +29,12 @@ class Run:
     fp16_bytes: int
 
     def as_json(self) -> dict[str, Any]:
-        """Plain fields."""
+        """The run as plain fields."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def middle(runs: Sequence[Run]) -> Run:
-    """The run of median JCT (the faster one of two): its stages sum to its own time."""
+    """The run of median JCT (the faster one of two). A whole run is taken, so its stages sum to its own time."""
     return sorted(runs, key=lambda run: run.jct_s)[(len(runs) - 1) // 2]
 
 
@@ -46,7 +46,7 @@ def serve(
     threads: int,
     done: Callable[[int, Run], None],
 ) -> None:
-    """Start a cluster with `codec`, answer one request of `tokens` tokens for each prompt, alone on the cluster.
+    """Start a cluster with `codec`, and answer one request of `tokens` tokens for each prompt, one at a time.
 
     `done` is called with the prompt's length and the result of each request as it ends.
     """
@@ -56,7 +56,7 @@ def serve(
 def serve_together(
     checkpoint: Path, codec: Mapping[str, Any], prompts: Sequence[Sequence[int]], tokens: int, threads: int
 ) -> float:
-    """Start a cluster, ask for `tokens` tokens for each prompt, all at once; returns the seconds it took."""
+    """Start a cluster, ask for `tokens` tokens for each prompt, all at once, and return the seconds until all ended."""
     return asyncio.run(_serve_together(checkpoint, codec, prompts, tokens, threads))
 
 
@@ -84,8 +84,8 @@ async def _serve_together(
 
 @asynccontextmanager
 async def _cluster(checkpoint: Path, codec: Mapping[str, Any], threads: int) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a cluster of its own, which has answered once: that loads what is loaded on first use."""
-    lossy = {**codec, "allow_loss": True}  # random weights: what they say is not what is measured
+    """A client of a new cluster that has answered once, so everything that is loaded on first use is loaded."""
+    lossy = {**codec, "allow_loss": True}  # weights may be random, and the quality of answers is not measured
     worker = {"model": {"path": str(checkpoint), "threads": threads}, "codec": lossy, "kv_bytes": KV_BYTES}
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": str(checkpoint)}
     plan = ClusterPlan(router, worker, num_prefill=1, num_decode=1)
@@ -98,7 +98,7 @@ async def _cluster(checkpoint: Path, codec: Mapping[str, Any], threads: int) -> 
 
 
 async def _ask(client: httpx.AsyncClient, prompt: Sequence[int], tokens: int, salt: str) -> Run:
-    """One greedy completion; a salt of its own keeps it from reusing the pages of an earlier one."""
+    """One greedy completion. Its own salt keeps it from reusing the pages of an earlier one."""
     began = asyncio.get_running_loop().time()
     answer = await client.post(
         "/v1/completions",

@@ -1,4 +1,4 @@
-"""A system as a process of its own: in its environment, with its threads, held to an instruction set if asked."""
+"""A system in a process of its own: in its environment, with its threads, held to an instruction set if asked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hackkv.errors import HackkvError
 ROOT: Final = Path(__file__).parents[2]
 PEERS: Final = ROOT / ".venv-peers"
 FORMS: Final = PEERS / "models"
-"""Forms of the model that peers read."""
+"""Folder of the forms of the model that peers read."""
 HOLD: Final = ROOT / "tools" / "hold_avx2.c"
 NOT_INSTALLED: Final = "not installed: `make peers` says why"
 CAUSE: Final = re.compile(r"error|assert", re.IGNORECASE)
@@ -27,11 +27,11 @@ CAUSE_CHARS: Final = 300
 
 
 class Absent(HackkvError):
-    """A system that cannot be measured here, and why."""
+    """Raised if a system cannot be measured here; the message says why."""
 
 
 def python_of(entry: Entry) -> Path:
-    """The interpreter in whose environment a system runs. Raises `Absent` if there is none."""
+    """The interpreter of a system's environment. Raises `Absent` if there is none."""
     if entry.ours:
         return Path(sys.executable)
     python = PEERS / entry.module / "bin" / "python"
@@ -41,7 +41,7 @@ def python_of(entry: Entry) -> Path:
 
 
 def compile_hold(folder: Path) -> Path:
-    """The library that holds a process to AVX2, made in `folder`. Raises `Absent` where that or a CPUID fault fails."""
+    """Compile the library that holds a process to AVX2 into `folder`. Raises `Absent` if it does not work here."""
     library = folder / "hold_avx2.so"
     try:
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HOLD], check=True)
@@ -54,7 +54,7 @@ def compile_hold(folder: Path) -> Path:
 
 
 def run(entry: Entry, job: Job, hold: Path | None, timeout_s: float) -> Result:
-    """Do a job. Raises `Absent` with what the process said last, if it fails or takes longer than `timeout_s`."""
+    """Do a job. Raises `Absent` with the last words of the process if it fails or takes longer than `timeout_s`."""
     if hold and not entry.held:
         raise Absent("compiled for this processor, so it cannot be held to another")
     python = python_of(entry)
@@ -77,12 +77,12 @@ def run(entry: Entry, job: Job, hold: Path | None, timeout_s: float) -> Result:
 
 
 def _cause(log: str) -> str:
-    """The last line that names an error, or the last of all."""
+    """The last line of a log that names an error; without any, the last line."""
     lines = log.strip().splitlines() or ["it said nothing"]
     return next((line for line in reversed(lines) if CAUSE.search(line)), lines[-1]).strip()[:CAUSE_CHARS]
 
 
 def environment(threads: int, hold: Path | None) -> dict[str, str]:
-    """A process's variables. OpenMP's threads are what a system takes that is not told otherwise."""
+    """Environment variables of a process. A system that is not told its threads takes those of OpenMP."""
     held = {"LD_PRELOAD": str(hold)} if hold else {}
     return {**os.environ, "OMP_NUM_THREADS": str(threads), **held}

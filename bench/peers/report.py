@@ -1,4 +1,4 @@
-"""What `bench.peers` writes: sections of docs/performance.md, their numbers, and one picture."""
+"""The output of `bench.peers`: sections of docs/performance.md, their numbers, and one picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from measure.accuracy.machine import this_machine
 
 PICTURE: Final = "performance-codecs.png"
 TARGETS: Final = {"llama.cpp KV f16": 0.5, "llama.cpp KV f16-plain": 0.5, "llama.cpp KV q4_0": 0.1}
-"""The target: `hack` takes at most this share of the peer's time."""
+"""Targets: `hack` takes at most this share of the peer's time."""
 
 
 PAPER: Final = "hack-paper"
@@ -28,7 +28,7 @@ ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     f"{PAPER} without SE": {"name": PAPER, "settings": {"stored_sums": False}},
     f"{PAPER} without RQE": {"name": PAPER, "settings": {"open_page": "requantize"}},
 }
-"""The paper's Fig. 13."""
+"""The ablations of the paper's Fig. 13."""
 CODECS: Final[Mapping[str, Mapping[str, Any]]] = {
     **{name: {"name": name} for name in ("fp16", DEFAULT_CODEC, "hack", PAPER)},
     **ABLATIONS,
@@ -54,7 +54,7 @@ class Timing:
 
 
 def about(what: str, threads: int) -> dict[str, Any]:
-    """What the numbers belong to."""
+    """The model, machine and requests to which the numbers belong."""
     machine = this_machine("cpu", threads)
     shape = f"{SHAPE.layers} layers, hidden {SHAPE.hidden}, {SHAPE.heads}/{SHAPE.kv_heads} heads x {SHAPE.head_dim}"
     return {
@@ -65,7 +65,7 @@ def about(what: str, threads: int) -> dict[str, Any]:
 
 
 def peers_section(about: Mapping[str, Any], timings: Mapping[str, Sequence[Timing]]) -> tuple[str, dict[str, Any]]:
-    """The page's section and its record; times are medians."""
+    """The page's section and its record. Times are medians."""
     rows = {system: _median(each) for system, each in timings.items()}
     ours = rows.get("hackkv hack")
     lines = ["## Against llama.cpp", "", f"`make peers` · {_line(about)}", ""]
@@ -87,7 +87,7 @@ def peers_section(about: Mapping[str, Any], timings: Mapping[str, Sequence[Timin
 def codecs_section(
     folder: Path | None, about: Mapping[str, Any], results: Mapping[int, Mapping[str, Sequence[Run]]]
 ) -> tuple[str, dict[str, Any]]:
-    """The page's section and its record; each row is the run of median JCT. Draws the picture into `folder`."""
+    """The page's section and its record. Each row is the run of median JCT. The picture is drawn into `folder`."""
     chosen = {size: {name: middle(runs) for name, runs in each.items()} for size, each in results.items() if each}
     runs = [run for each in chosen.values() for run in each.values()]
     stages = [stage for stage in Stage if any(run.stages[stage] >= 0.0005 for run in runs)]
@@ -112,7 +112,7 @@ def codecs_section(
 
 
 def _ablations(chosen: Mapping[int, Mapping[str, Run]]) -> list[str]:
-    """A table of each ablation's time over that of the codec it is derived from, and what the ratios mean."""
+    """A table of each ablation's time over that of `hack-paper`, and an explanation of the ratios."""
     lines = [f"| prompt | codec | JCT / {PAPER} | prefill / {PAPER} | decode / {PAPER} |", "|---|---|---|---|---|"]
     for size, each in chosen.items():
         for name in ABLATIONS:
@@ -136,7 +136,7 @@ def _line(about: Mapping[str, Any]) -> str:
 
 
 def _draw(chosen: Mapping[int, Mapping[str, Run]], stages: Sequence[Stage], path: Path) -> None:
-    """Stacked bars, one panel per prompt length."""
+    """Draw stacked bars, one panel per prompt length."""
     figure = Figure(figsize=(4.0 * len(chosen), 2.6), layout="constrained")
     FigureCanvasAgg(figure)
     for index, (size, each) in enumerate(chosen.items()):

@@ -1,4 +1,4 @@
-"""The systems that are measured: a row and a module of `bench.peers.systems` each."""
+"""The measured systems: a row here and a module of `bench.peers.systems` each."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ GGUF: Final = "of 4 and 8 bits as GGUF has them"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`module` runs in the environment `.venv-peers/module`, or in ours."""
+    """One system. `module` runs in the environment `.venv-peers/module`, or in ours."""
 
     name: str
     module: str
     kv: tuple[str, ...]
-    """Settings of KV, each measured."""
+    """Settings of KV; each is measured."""
     weights: str
     bits: int
-    """Of most weights."""
+    """Bits of most weights."""
     held: str = BY_CPUID
-    """How it is held to an older instruction set; empty if it cannot be."""
+    """By what the system is held to an older instruction set; empty if it cannot be held."""
     ours: bool = False
 
 

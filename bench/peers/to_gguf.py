@@ -1,6 +1,6 @@
-"""`python to_gguf.py CHECKPOINT OUT.gguf`: a Llama checkpoint of BF16 weights as GGUF with the same.
+"""`python to_gguf.py CHECKPOINT OUT.gguf`: converts a Llama checkpoint of BF16 weights to GGUF with the same weights.
 
-Runs in the peer's environment: numpy, safetensors and gguf are all it needs.
+It runs in the peer's environment and needs only numpy, safetensors and gguf.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Weights = npt.NDArray[np.float32]
 
 
 def main(checkpoint: Path, target: Path) -> None:
-    """Convert."""
+    """Convert `checkpoint` to the file `target`."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(target, "llama")
     _write_head(writer, config)
@@ -65,7 +65,7 @@ def _write_head(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    # A vocabulary of names only: the benchmark sends token ids.
+    # The vocabulary has placeholder names only: the benchmark sends token ids.
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
@@ -83,14 +83,14 @@ def _name(name: str) -> str:
 
 
 def _widened(tensor: dict[str, Any]) -> Weights:
-    """A BF16 tensor as FP32: the same bits with 16 zeros behind them, since numpy has no BF16."""
+    """A BF16 tensor as FP32: its bits followed by 16 zeros, since numpy has no BF16."""
     assert tensor["dtype"] == "BF16", tensor["dtype"]
     bits = np.frombuffer(tensor["data"], dtype=np.uint16).astype(np.uint32) << 16
     return bits.view(np.float32).reshape(tensor["shape"])
 
 
 def _reordered(name: str, data: Weights, config: dict[str, Any]) -> Weights:
-    """llama.cpp rotates neighbouring channels, Hugging Face the two halves: the rows change places."""
+    """Rows of Q and K in llama.cpp's order: it rotates neighbouring channels, Hugging Face rotates the two halves."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for projection, count in heads.items():
         if projection in name:

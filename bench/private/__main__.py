@@ -29,10 +29,10 @@ from measure.accuracy.machine import this_machine
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PROTOCOLS: Final = {"ABY3": 3, "SEMI2K": 2, "CHEETAH": 2}
-"""And how many parties each has."""
+"""Protocol -> number of its parties."""
 FRACTION_BITS: Final = 18
 STRIDE: Final = 64
-"""Prompts are multiples of it: what stays of them then fills clusters."""
+"""Prompts are multiples of this length, so that the rows that stay fill clusters."""
 
 COMMAND: Final = "python -m bench.private --python PYTHON --sizes SIZES --protocols PROTOCOLS --out docs"
 
@@ -85,7 +85,7 @@ def measure(
     expected: tuple[dict[str, Any], dict[str, Values]],
     limit_s: float,
 ) -> tuple[Cell, str]:
-    """One protocol and prompt, and the versions of what computed. Raises `PartyLost`."""
+    """Measure one protocol and prompt; also return the versions of the libraries. Raises `PartyLost`."""
     parties = PROTOCOLS[protocol]
     with TemporaryDirectory() as name, Progress(console=console) as bar:
         folder = Path(name)
@@ -118,7 +118,7 @@ def measure(
 
 
 def _with_recorded(out: Path, measured: Sequence[Cell]) -> list[Cell]:
-    """And the cells of earlier runs, each protocol and prompt once."""
+    """`measured` and the cells of earlier runs; for each protocol and prompt only the last cell."""
     before = read_section(out, "measured", "private")
     cells = [*map(Cell.of, before["cells"] if before else ()), *measured]
     return list({(cell.protocol, cell.tokens): cell for cell in cells}.values())

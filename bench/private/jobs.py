@@ -1,4 +1,4 @@
-"""What a party is told: the public task, who the others are, and its own secret, if it has one."""
+"""The input of a party: the public task, the addresses of the others, and its own secret, if it has one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.private.session import Task
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Of one party."""
+    """The job of one party."""
 
     rank: int
     addresses: tuple[str, ...]
@@ -21,23 +21,23 @@ class Job:
     protocol: str
     fraction_bits: int
     limit_s: float
-    """A party that hears nothing for so long gives up."""
+    """A party gives up after a silence of this many seconds."""
     task: Task
     prompt: tuple[int, ...] | None = None
-    """The client's."""
+    """The client's prompt; None for other parties."""
     weights: str | None = None
-    """The owner's: an .npz file."""
+    """The owner's weights, an .npz file; None for other parties."""
     dealt: str | None = None
-    """The client's, if the task deals: an .npz file."""
+    """The client's precomputed KV, an .npz file, if the task deals it; else None."""
 
 
 def write_job(job: Job, path: Path) -> None:
-    """As JSON."""
+    """Write a job as JSON."""
     path.write_text(json.dumps(asdict(job)), encoding="utf-8")
 
 
 def read_job(path: Path) -> Job:
-    """What `write_job` wrote."""
+    """Read a job that `write_job` wrote."""
     told = json.loads(path.read_text(encoding="utf-8"))
     task = told["task"]
     task["shape"], task["rules"] = Shape(**task["shape"]), Rules(**task["rules"])

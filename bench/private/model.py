@@ -1,7 +1,7 @@
 """A Llama's prefill and decode over arrays of any library with numpy's names, with MPCache's choices among its rows.
 
-As `rules.py` it runs on numpy in the clear and on secret shares. Weights are folded first, which their owner does
-alone: norms and 1/√D go into the matrices after them. Whatever depends on lengths and positions only is public.
+Like `rules.py` it runs on numpy in the clear and on secret shares. The owner of the weights first folds them, alone:
+norms and 1/√D go into the matrices after them. Everything that depends only on lengths and positions is public.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 from bench.private.rules import Array, Rules, kept_rows, packed
 
 BLOCK: Final = 128
-"""Queries of a prompt that are attended to at once: keys after them cost nothing."""
+"""Queries of a prompt that are attended to at once. A block skips the keys after it."""
 HIDDEN: Final = -120.0
-"""The score of what a query does not see; far below every real one."""
+"""The score of a row that a query does not see; far below every real score."""
 
 EPSILON: Final = 1e-5
-"""Of norms. The checkpoint's 1e-6 is less than one unit of 18 fraction bits, and mean squares here are above 10."""
+"""Epsilon of norms. The checkpoint's 1e-6 is less than one unit of 18 fraction bits; mean squares exceed 10 here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a model; public."""
+    """The shape of a model; public."""
 
     layers: int
     heads: int
@@ -40,7 +40,7 @@ class Shape:
 
 
 def folded(shape: Shape, tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-    """A checkpoint's tensors as the functions below want them, float32."""
+    """A checkpoint's tensors in the form of the functions below, float32."""
     out = {"embed": tensors["model.embed_tokens.weight"]}
     out["head"] = (tensors["model.embed_tokens.weight"] * tensors["model.norm.weight"]).T
     for layer in range(shape.layers):
@@ -56,7 +56,7 @@ def folded(shape: Shape, tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[st
 
 
 def angles(shape: Shape, start: int, count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """cos and sin [count, D] of positions start.. (rotary embedding, halves)."""
+    """cos and sin [count, D] of the positions from `start` on (rotary embedding, in halves)."""
     inverse = shape.theta ** (-np.arange(0, shape.head_dim, 2) / shape.head_dim)
     turned = np.tile(np.outer(np.arange(start, start + count), inverse), 2)
     return np.cos(turned).astype(np.float32), np.sin(turned).astype(np.float32)
@@ -65,7 +65,7 @@ def angles(shape: Shape, start: int, count: int) -> tuple[np.ndarray[Any, Any], 
 def prefill_layer(
     xp: Any, shape: Shape, rules: Rules, x: Array, weights: Sequence[Array], cos: Array, sin: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """x [T, hidden] after a layer, its K and V [Hkv, T, D], and the votes [Hkv, T] of the last queries."""
+    """(x [T, hidden] after a layer, its K, its V [Hkv, T, D], votes [Hkv, T] of the last queries)."""
     qkv, o, up, down = weights
     tokens, kv = x.shape[0], shape.kv_heads
     q, k, v = _projected(xp, shape, x, qkv, cos, sin)
@@ -85,7 +85,7 @@ def prefill_layer(
 
 
 def evicted(xp: Any, rules: Rules, votes: Array, rows: Sequence[Array]) -> tuple[Array, list[Array]]:
-    """Which rows stay by `votes`, [Hkv, T], and what is left of K and V of the layers that share the choice."""
+    """(the rows that stay by `votes` [Hkv, T], what is left of `rows`: K and V of the layers that share the choice)."""
     tokens = votes.shape[-1]
     kept, held = kept_rows(xp, rules, votes), rules.held(tokens)
     first, last = min(rules.first, held), min(rules.last, held - min(rules.first, held))
@@ -101,9 +101,9 @@ def evicted(xp: Any, rules: Rules, votes: Array, rows: Sequence[Array]) -> tuple
 def project(
     xp: Any, shape: Shape, here: Array, x: Array, qkv: Array, new_k: Array, new_v: Array, cos: Array, sin: Array
 ) -> tuple[Array, Array, Array]:
-    """q [Hkv, G, D] of the row x [1, hidden], and the answer's rows new_k and new_v [Hkv, room, D] with it.
+    """(q [Hkv, G, D] of the row x [1, hidden], new_k, new_v [Hkv, room, D] with that row added).
 
-    `here` [room] says which of them it is; cos and sin are [1, D].
+    `here` [room] marks the place of the row among the answer's rows; cos and sin are [1, D].
     """
     q, k, v = _projected(xp, shape, x, qkv, cos, sin)
     put = here[None, :, None]
@@ -122,7 +122,7 @@ def attend(
     new_v: Array,
     choice: Array | None = None,
 ) -> Array:
-    """What q [Hkv, G, D] sees of the prompt's rows k and v, or of their clusters in `choice`, and of the answer's."""
+    """Attention of q [Hkv, G, D] over the answer's rows, and over the prompt's rows k, v or their clusters `choice`."""
     if choice is None:
         p = softmax(xp, xp.concatenate((xp.matmul(q, xp.swapaxes(k, 1, 2)), _own(xp, q, new_k, seen)), -1))
         return xp.matmul(p, xp.concatenate((v, new_v), 1))
@@ -137,7 +137,7 @@ def _own(xp: Any, q: Array, new_k: Array, seen: Array) -> Array:
 def _attend_gathered(
     xp: Any, rules: Rules, seen: Array, q: Array, k: Array, v: Array, new_k: Array, new_v: Array, choice: Array
 ) -> Array:
-    """K and V of the chosen clusters are gathered first, as the paper does (its Algorithm 2)."""
+    """Gather K and V of the chosen clusters first, as the paper does (Algorithm 2)."""
     size, (heads, _, dim) = rules.page_tokens, k.shape
 
     def read(rows: Array) -> Array:
@@ -150,15 +150,15 @@ def _attend_gathered(
 def _attend_scattered(
     xp: Any, rules: Rules, seen: Array, q: Array, k: Array, v: Array, new_k: Array, new_v: Array, choice: Array
 ) -> Array:
-    """Scores of the chosen clusters are gathered, and their weights scattered back: K and V stay where they are.
+    """Gather scores of the chosen clusters, and scatter their weights back: K and V stay in place.
 
     With three parties a product costs as many bytes as its result has elements, and there are far fewer scores than
-    rows times channels.
+    elements of K and V.
     """
     size, (heads, group, _) = rules.page_tokens, q.shape
 
     def turned(each: Array, last: int) -> Array:
-        """[Hkv, a, b, c] as [Hkv, b, a * c], and back."""
+        """[Hkv, a, b, c] as [Hkv, b, a * c], or back."""
         return each.swapaxes(1, 2).reshape(heads, each.shape[2], last)
 
     scores = xp.matmul(q, xp.swapaxes(k, 1, 2))
@@ -173,15 +173,15 @@ def _attend_scattered(
 
 
 def softmax(xp: Any, scores: Array) -> Array:
-    """Over the last axis, with one reciprocal a row."""
+    """Softmax over the last axis, with one reciprocal per row."""
     e = exp(xp, scores - xp.max(scores, axis=-1, keepdims=True))
     return e * (1 / xp.sum(e, axis=-1, keepdims=True))
 
 
 def exp(xp: Any, x: Array) -> Array:
-    """Of x from -256 to 0, by products alone: (1 + u + u²/2)^256 of u = x / 256, off by x³ / 393216 of it.
+    """e^x for x from -256 to 0, by products alone: (1 + u + u²/2)^256 with u = x / 256; relative error x³ / 393216.
 
-    PUMA (arXiv 2307.12533) has 1 + u, of which weights are 12% too small at -8. In the clear it is computed so too.
+    PUMA (arXiv 2307.12533) has 1 + u, which makes weights 12% too small at -8. The run in the clear uses it too.
     """
     u = x * (1 / 256)
     y = 1 + u + 0.5 * u * u
@@ -191,7 +191,7 @@ def exp(xp: Any, x: Array) -> Array:
 
 
 def _projected(xp: Any, shape: Shape, x: Array, qkv: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-    """q [Hkv, G, n, D] and k, v [Hkv, n, D] of rows x [n, hidden]; q and k are turned."""
+    """q [Hkv, G, n, D] and k, v [Hkv, n, D] of rows x [n, hidden]; q and k are rotated."""
     made = xp.matmul(normed(xp, x), qkv).reshape(x.shape[0], -1, shape.head_dim).swapaxes(0, 1)
     turning = made[: shape.heads + shape.kv_heads]
     half = shape.head_dim // 2
@@ -201,7 +201,7 @@ def _projected(xp: Any, shape: Shape, x: Array, qkv: Array, cos: Array, sin: Arr
 
 
 def rest(xp: Any, x: Array, out: Array, o: Array, up: Array, down: Array) -> Array:
-    """x [n, hidden] after the rest of a layer; attention gave out [Hkv, G, n, D]."""
+    """x [n, hidden] after the rest of a layer; `out` [Hkv, G, n, D] is the output of attention."""
     heads = out.reshape(-1, x.shape[0], out.shape[-1])
     x = x + xp.matmul(heads.swapaxes(0, 1).reshape(x.shape[0], -1), o)
     both = xp.matmul(normed(xp, x), up)
@@ -210,12 +210,12 @@ def rest(xp: Any, x: Array, out: Array, o: Array, up: Array, down: Array) -> Arr
 
 
 def normed(xp: Any, x: Array) -> Array:
-    """Root mean square norm; its weights are in the next matrix."""
+    """Root mean square norm without weights, which are folded into the next matrix."""
     return x * (1 / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + EPSILON))
 
 
 def _silu(xp: Any, x: Array) -> Array:
-    """x / (1 + e^-x), of e^-|x|, so that nothing overflows; the reciprocal of 1 to 2 is Newton's, by products alone."""
+    """x / (1 + e^-x) from e^-|x|, so that nothing overflows. The reciprocal is Newton's, by products alone."""
     negative = x < 0
     e = exp(xp, xp.where(negative, x, -x))
     y = 1.457 - 0.5 * e - 0.5

@@ -1,4 +1,4 @@
-"""Parties as processes on loopback: started, listened to, and ended together."""
+"""Parties as processes on loopback, which are started, listened to and ended together."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from hackkv.errors import HackkvError
 
 LOOPBACK: Final = "127.0.0.1"
 STOP_S: Final = 60.0
-"""A killed process is gone within this time."""
+"""Longest time until a killed process is gone."""
 
 
 Said = tuple[int, dict[str, Any]]
-"""A party's rank, and what it said."""
+"""(rank of a party, its message)"""
 
 
 class PartyLost(HackkvError):
-    """A party ended before its time, or said nothing for too long."""
+    """A party ended too early, or all were silent for too long."""
 
 
 def addresses(count: int) -> tuple[str, ...]:
-    """`host:port` on loopback for so many parties, where nobody listens."""
+    """`host:port` on loopback for `count` parties; the ports are free."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
         return tuple(f"{LOOPBACK}:{each.getsockname()[1]}" for each in sockets)
 
 
 def run_parties(commands: Sequence[Sequence[str]], limit_s: float, cwd: Path) -> Generator[Said, None, None]:
-    """What each party says, a JSON object a line, with its rank, until all have ended well.
+    """Run parties, and yield their messages (a JSON object a line) with their ranks until all have ended well.
 
-    Raises `PartyLost` when one ends badly or all are silent for `limit_s`. However this ends, no party is left.
+    Raises `PartyLost` if one ends badly or all are silent for `limit_s`. No party outlives the generator.
     """
     heard: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
     with ExitStack() as held:

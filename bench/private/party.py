@@ -1,7 +1,7 @@
 """`python -m bench.private.party JOB.json`: one party of a protocol; runs in the environment with SPU.
 
-Prints a line of JSON for everything that it has computed, and at last what it has learned: nothing but for the client.
-It ends when its standard input does.
+It prints a line of JSON after every computation, and at last what it has learned: nothing unless it is the client. It
+ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ PUBLIC: Final = spu.Visibility.VIS_PUBLIC
 
 
 class Party:
-    """A `Machine` that holds its shares of everything."""
+    """A `Machine` that holds its own shares of all arrays."""
 
     def __init__(self, job: Job, log: Path) -> None:
-        """Meets the others. Raises `RuntimeError` if they do not come in time."""
+        """Connect to the other parties. Raises `RuntimeError` if they do not come in time."""
         options = spu.libspu.logging.LogOptions()
         options.enable_console_logger, options.system_log_path = False, str(log)
         spu.libspu.logging.setup_logging(options)
@@ -61,7 +61,7 @@ class Party:
         self._shapes, self._compiled = dict[str, tuple[Any, tuple[int, ...]]](), dict[Any, Any]()
 
     def share(self, name: str, owner: int, value: Values | None, shape: tuple[int, ...]) -> None:
-        """Its owner makes the shares and sends each to whom it belongs."""
+        """Make or receive shares of `value`. The owner makes all shares and sends each party its own."""
         if owner == self._rank:
             assert value is not None
             assert value.shape == shape
@@ -75,7 +75,7 @@ class Party:
         self._keep(name, share, np.dtype(np.float32), shape)
 
     def run(self, label: str, function: Function, inputs: Sequence[str | Values], outputs: Sequence[str]) -> None:
-        """With the others; they compile the same program."""
+        """Run a function with the others, who compile the same program."""
         names = list[str]()
         for nth, given in enumerate(inputs):
             name = given if isinstance(given, str) else f"public {nth}"
@@ -93,7 +93,7 @@ class Party:
         _say({"run": label, "seconds": took, "bytes": sent, "sends": sends})
 
     def open(self, name: str) -> Values | None:
-        """All others send the client their shares."""
+        """Open a secret for the client: all others send the client their shares."""
         share = self._runtime.get_var(name)
         if self._rank != CLIENT:
             self._link.send(CLIENT, _packed(share))
@@ -129,7 +129,7 @@ class Party:
         return self._compiled[key]
 
     def _traffic(self) -> tuple[int, int, int]:
-        """Bytes sent and received and messages sent by the last run, which SPU says in its log only."""
+        """(bytes sent, bytes received, messages sent) of the last run. SPU reports them only in its log."""
         with self._log.open("rb") as log:
             log.seek(self._read)
             found = LINK.findall(log.read().decode(errors="replace"))
@@ -174,7 +174,7 @@ def main(path: str) -> None:
     _say({"met": f"spu {version('spu')}, jax {jax.__version__}, numpy {np.__version__}"})
     _say({"learned": respond(party, job.task, job.prompt, weights, dealt)})
     sys.stdout.flush()
-    os._exit(0)  # SPU's threads take their time
+    os._exit(0)  # SPU's threads are slow to end
 
 
 if __name__ == "__main__":

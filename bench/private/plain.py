@@ -1,4 +1,4 @@
-"""The shipped model, a prompt and its answers in the clear: what owner and client bring, and what is expected."""
+"""The shipped model, a prompt and its answers in the clear: the inputs of owner and client, and the expected output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from measure.accuracy.text import held_out
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """hackkv-small, all of it."""
+    """The model hackkv-small with its weights and tokenizer."""
 
     shape: Shape
     weights: dict[str, Values]
@@ -29,7 +29,7 @@ class Model:
 
     @classmethod
     def shipped(cls) -> Model:
-        """Weights are folded."""
+        """The shipped model, with folded weights."""
         spec = read_spec(SHIPPED)
         shape = Shape(spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rope.theta)
         tensors = {name: each.float().numpy() for name, each in load_file(SHIPPED / "model.safetensors").items()}
@@ -40,12 +40,12 @@ class Model:
         return tuple(self.tokenizer.encode(held_out(SHIPPED).documents[0].text, add_special_tokens=False)[:tokens])
 
     def task(self, tokens: int, answer: int, variants: tuple[str, ...], dealt: bool = False) -> Task:
-        """To answer such a prompt."""
+        """The task of answering a prompt of `tokens` tokens."""
         sizes = {name: each.shape for name, each in self.weights.items()}
         return Task(self.shape, Rules(), sizes, tokens, answer, variants, dealt)
 
     def expected(self, task: Task) -> tuple[dict[str, Any], dict[str, Values]]:
-        """What a client learns, and what may be dealt."""
+        """(what the client must learn, the arrays that may be dealt), computed in the clear."""
         machine = InTheClear()
         learned = respond(machine, replace(task, dealt=False), self.prompt(task.tokens), self.weights)
         (first,) = {tokens[0] for tokens in learned["tokens"].values()}
@@ -53,7 +53,7 @@ class Model:
         return learned, {name: machine.arrays[name].astype(np.float32) for name in task.deals()}
 
     def compared(self, expected: dict[str, Any], learned: dict[str, Any]) -> tuple[dict[str, Answer], tuple[int, int]]:
-        """Answers beside those in the clear; rows that stayed, and how many of them stay in the clear as well."""
+        """(answers compared with those in the clear, (rows that stayed, how many of them stay in the clear too))."""
         answers = dict[str, Answer]()
         for name, tokens in learned["tokens"].items():
             same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, expected["tokens"][name], strict=True))

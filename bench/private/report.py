@@ -1,4 +1,4 @@
-"""What `bench.private` writes: a section of docs/private.md, its record, and one picture."""
+"""The output of `bench.private`: a section of docs/private.md, its record, and one picture."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from bench.private.session import VARIANTS
 
 PICTURE: Final = "private.png"
 ATTENTION: Final = ("choose", "attend")
-"""Of a token's runs; the others know nothing of how many rows there are."""
+"""The runs of a token that make up attention. The cost of the others does not depend on the number of rows."""
 ECHO_S: Final = 0.3e-3
 RATE: Final = 377e6
-"""Of the paper's link: seconds there and back, bytes a second (its Appendix F.1)."""
+"""The paper's link (Appendix F.1): seconds there and back, and bytes per second."""
 MB: Final = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one party, the mean of all."""
+    """The cost of one party, mean over parties."""
 
     seconds: float = 0.0
     bytes: float = 0.0
@@ -35,12 +35,12 @@ class Cost:
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.sends + other.sends)
 
     def over(self, number: int) -> Cost:
-        """A part of it."""
+        """The cost divided by `number`."""
         return Cost(self.seconds / number, self.bytes / number, self.sends / number)
 
     @property
     def linked_s(self) -> float:
-        """Seconds over the paper's link, were every message waited for: an upper bound, calculated."""
+        """Calculated seconds over the paper's link if every message were waited for: an upper bound."""
         return self.seconds + self.sends * ECHO_S / 2 + self.bytes / RATE
 
 
@@ -65,7 +65,7 @@ PAPER: Final = (
     ("mpcache-rows / mpcache, MB of attention", ("mpcache-rows", "mpcache", ATTENTION, _bytes), "", ""),
     ("mpcache-rows / mpcache, s of attention", ("mpcache-rows", "mpcache", ATTENTION, _linked), "", ""),
 )
-"""What is compared, and the paper's figures for it: §5.3 and Fig. 10, Appendix F.5, Fig. 11."""
+"""Comparisons, and the paper's figures for them: §5.3 and Fig. 10, Appendix F.5, Fig. 11."""
 PAPER_SAYS: Final = """The paper's are of a whole token at 512 to 2,048 tokens, in the shapes of GPT-2 and of LLaMA-2
 with a width of 1,024, over its link, with its own top-k in SPU; its 2 parties run another protocol than SEMI2K. Its
 `dynamic` selects single tokens, ours clusters. Our seconds are the calculated ones."""
@@ -73,39 +73,39 @@ with a width of 1,024, over its link, with its own top-k in SPU; its 2 parties r
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of a variant."""
+    """The answer of a variant."""
 
     text: str
     as_in_the_clear: int
-    """Tokens from the first on that are those of the run in the clear."""
+    """Number of first tokens that equal those of the run in the clear."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A protocol and a prompt."""
+    """The measurements of one protocol and prompt."""
 
     protocol: str
     parties: int
     tokens: int
     steps: int
-    """Tokens of an answer that were decoded: all but the first."""
+    """Number of decoded tokens: all of an answer but the first."""
     costs: Mapping[str, Cost]
-    """By run; those of an answer begin with their variant."""
+    """Run -> cost. The runs of an answer begin with its variant."""
     answers: Mapping[str, Answer]
     kept: tuple[int, int]
-    """Rows that stayed, over layers that choose and heads, and how many of them those in the clear are."""
+    """(rows that stayed, summed over choosing layers and heads; how many of them also stay in the clear)."""
     dealt: bool = False
     """Whether the prompt's KV was computed in the clear."""
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Cell:
-        """What `asdict` made of one."""
+        """The cell from the fields that `asdict` made of it."""
         costs = {run: Cost(**cost) for run, cost in told["costs"].items()}
         answers = {name: Answer(**answer) for name, answer in told["answers"].items()}
         return cls(**{**told, "costs": costs, "answers": answers, "kept": tuple(told["kept"])})
 
     def per_token(self, variant: str, parts: Sequence[str] = ()) -> Cost:
-        """Of decode, in all or in some of its parts."""
+        """Cost of decoding one token, in all parts or in some."""
         runs = [cost for run, cost in self.costs.items() if _is_part(run, variant, parts)]
         return sum(runs, Cost()).over(self.steps)
 
@@ -118,7 +118,7 @@ class Cell:
 
 
 def mean(heard: Iterable[tuple[int, Mapping[str, Any]]], parties: int) -> dict[str, Cost]:
-    """Costs by run, of what parties said about runs."""
+    """Run -> cost, from the messages of parties about runs."""
     costs = dict[str, Cost]()
     for _, said in heard:
         if "run" in said:
@@ -146,7 +146,7 @@ def section(folder: Path | None, about: Mapping[str, str], cells: Sequence[Cell]
 
 
 def _beside(cells: Sequence[Cell]) -> list[str]:
-    """Ratios of costs, least to largest over the prompts of a protocol that are as long as the paper's."""
+    """Ratios of costs, least to largest, over prompts of a protocol that are as long as the paper's."""
     protocols = list(dict.fromkeys(cell.protocol for cell in cells))
     lines = [f"| ratio, from {PAPER_FROM} tokens on | the paper, 3 parties | 2 parties | {' | '.join(protocols)} |"]
     lines += ["|---|---|---|" + "---|" * len(protocols)]
@@ -218,7 +218,7 @@ def _cost(cost: Cost) -> list[str]:
 
 
 def _draw(cells: Sequence[Cell], path: Path) -> None:
-    """Bytes above, calculated seconds below, of attention per token; a column a protocol."""
+    """Draw attention per token: bytes above, calculated seconds below, one column per protocol."""
     protocols = list(dict.fromkeys(cell.protocol for cell in cells))
     figure = Figure(figsize=(4.2 * len(protocols), 5.0), layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,11 +1,11 @@
 """MPCache's rules over arrays of any library with numpy's names: which rows stay, and which clusters a query reads.
 
 The same functions run on numpy in the clear and, traced by jax, on secret shares: no branch and no shape depends on a
-value. What chooses is a comparison, and what is chosen is a matrix of zeros and ones. The rules are those of codec
-`mpcache` (`hackkv.codecs.retention`, `hackkv.codecs.selecting`); `tests/bench/test_private.py` holds one against the
-other. Sources: MPCache (arXiv 2501.06807) §4.2 to §4.4, Eq. 2, Algorithm 3.
+value. A choice is made by comparisons, and its result is a matrix of zeros and ones. The rules are those of codec
+`mpcache` (`hackkv.codecs.retention`, `hackkv.codecs.selecting`); `tests/bench/test_private.py` compares the two.
+Sources: MPCache (arXiv 2501.06807) §4.2 to §4.4, Eq. 2, Algorithm 3.
 
-`xp` is numpy or jax.numpy. A *cluster* is what the codec calls a page.
+`xp` is numpy or jax.numpy. A *cluster* is a page of the codec.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 Array = Any
-"""Of numpy or of jax.numpy."""
+"""An array of numpy or of jax.numpy."""
 OWN_LAYERS: Final = 2
-"""First layers, which choose by themselves (§4.4)."""
+"""Number of first layers that choose by themselves (§4.4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Rules:
         return min(tokens, max(1, _share(tokens, self.budget), self.first + min(tokens, self.last)))
 
     def read(self, clusters: int) -> int:
-        """Clusters of so many that a query reads."""
+        """How many of `clusters` clusters a query reads."""
         return min(clusters, max(self.least, _share(clusters, self.select)))
 
     def chooses(self, clusters: int) -> bool:
-        """Whether a query leaves any out."""
+        """Whether a query leaves out any cluster."""
         return self.read(clusters) < clusters
 
     def pairs_read(self, clusters: int) -> int:
@@ -50,7 +50,7 @@ class Rules:
         return pairs if self.select >= 50 else min(pairs, max(2, -(-pairs // 2)))
 
     def voters_of(self, tokens: int) -> int:
-        """Last queries of a prompt, whose attention chooses rows."""
+        """Number of last queries of a prompt whose attention chooses rows."""
         return _share(tokens, self.voters)
 
     def chooser(self, layer: int) -> int:
@@ -63,15 +63,15 @@ def _share(number: int, percent: int) -> int:
 
 
 def best(xp: Any, scores: Array, number: int) -> Array:
-    """Zeros and ones [..., n]: the `number` largest of `scores` [..., n]; of equal ones the earlier are larger.
+    """Zeros and ones [..., n] that mark the `number` largest of `scores` [..., n]. Of equal scores the earlier win.
 
-    Each is compared with each, all at once: n² comparisons, but as many rounds as one comparison takes.
+    All pairs are compared at once: n² comparisons, but only as many rounds as one comparison takes.
     """
     return _flag(xp, _places(xp, scores) < number)
 
 
 def picked(xp: Any, scores: Array, number: int) -> Array:
-    """Zeros and ones [..., number, n] with a single one in each row: the `number` largest, the largest first."""
+    """Zeros and ones [..., number, n], one 1 in each row: row i marks the (i + 1)-th largest of `scores`."""
     return _flag(xp, _places(xp, scores)[..., None, :] == xp.arange(number)[:, None])
 
 
@@ -94,9 +94,8 @@ def kept_rows(xp: Any, rules: Rules, votes: Array) -> Array:
 
 
 def bounds(xp: Any, rules: Rules, keys: Array) -> tuple[Array, Array]:
-    """What a query is compared with: of each pair of clusters [Hkv, pairs, D], and of each cluster [Hkv, clusters, D].
-
-    α r_max + (1 - α) r_min of Eq. 2, of `keys` [Hkv, clusters * page_tokens, D].
+    """Bounds with which a query is compared: of pairs [Hkv, pairs, D], and of clusters [Hkv, clusters, D]. They are
+    α r_max + (1 - α) r_min (Eq. 2) of `keys` [Hkv, clusters * page_tokens, D].
     """
     heads, rows, dim = keys.shape
     clusters = keys.reshape(heads, rows // rules.page_tokens, rules.page_tokens, dim)
@@ -108,9 +107,9 @@ def bounds(xp: Any, rules: Rules, keys: Array) -> tuple[Array, Array]:
 
 
 def chosen(xp: Any, rules: Rules, q: Array, of_pairs: Array, of_clusters: Array) -> Array:
-    """Zeros and ones [Hkv, read - 2, clusters - 2]: which clusters between the ends `q` [Hkv, G, D] reads.
+    """Zeros and ones [Hkv, read - 2, clusters - 2]: the clusters between the ends that `q` [Hkv, G, D] reads.
 
-    Some are left out. Raises `ValueError` if fewer clusters pass the first level than are to be read.
+    Call it only if some are left out. Raises `ValueError` if fewer clusters pass the first level than are to be read.
     """
     clusters = of_clusters.shape[1]
     read, pairs, through = rules.read(clusters), of_pairs.shape[1], rules.pairs_read(clusters)
@@ -121,7 +120,7 @@ def chosen(xp: Any, rules: Rules, q: Array, of_pairs: Array, of_clusters: Array)
     eye = xp.eye(clusters - 2, dtype=xp.int32) + xp.zeros((q.shape[0], 1, 1), dtype=xp.int32)
     if through < pairs:
         by_pair = picked(xp, xp.matmul(of_pairs, query)[:, 1:-1, 0], through - 2)
-        # A pair's two clusters: columns 2j + 1 and 2j + 2 between the ends, of pair j between the ends.
+        # Pair j between the ends has the clusters of columns 2j + 1 and 2j + 2 between the ends.
         inner = xp.stack(
             [xp.kron(xp.eye(pairs - 2, dtype=xp.int32), xp.eye(2, dtype=xp.int32)[i : i + 1]) for i in (0, 1)]
         )
@@ -135,7 +134,7 @@ def chosen(xp: Any, rules: Rules, q: Array, of_pairs: Array, of_clusters: Array)
 
 
 def _places(xp: Any, scores: Array) -> Array:
-    """How many of `scores` [..., n] are larger than each, or as large and earlier."""
+    """For each of `scores` [..., n], how many are larger, or equal and earlier."""
     at = xp.arange(scores.shape[-1])
     larger = _flag(xp, scores[..., None, :] > scores[..., :, None])
     beaten = xp.where(at[None, :] > at[:, None], larger, 1 - xp.swapaxes(larger, -1, -2))
@@ -143,5 +142,5 @@ def _places(xp: Any, scores: Array) -> Array:
 
 
 def _flag(xp: Any, true: Array) -> Array:
-    """One where `true`, else zero: integers, since products of fractions are not exact on shares."""
+    """1 where `true`, else 0, as integers, since products of fractions are not exact on shares."""
     return true.astype(xp.int32)

@@ -1,8 +1,8 @@
 """One prompt and its answers, step by step: the same program for numpy in the clear and for each party of a protocol.
 
 The client is party 0 and owns the prompt; party 1 owns the weights. The prompt is computed once. Then each variant
-answers from the KV it left: all rows, the rows that stay (MPCache §4.2), some clusters of all rows (§4.3), or some of
-those that stay.
+answers from the KV of the prompt: from all rows, the rows that stay (MPCache §4.2), some clusters of all rows (§4.3),
+or some clusters of the rows that stay.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Variant:
     evicts: bool
     selects: bool
     gathers: bool = False
-    """Whether K and V of what is selected are gathered, or scores and weights."""
+    """True: gather K and V of the selected clusters. False: gather scores and scatter weights."""
 
 
 VARIANTS: Final[Mapping[str, Variant]] = {
@@ -45,34 +45,34 @@ VARIANTS: Final[Mapping[str, Variant]] = {
 
 
 class Machine(Protocol):
-    """Where arrays lie and functions run: numpy's, or a party's part of a protocol's."""
+    """A place for arrays and functions: numpy in the clear, or one party of a protocol."""
 
     def share(self, name: str, owner: int, value: Values | None, shape: tuple[int, ...]) -> None:
-        """`value` [*shape] float32 of party `owner`, None elsewhere, becomes the secret `name`."""
+        """Make the secret `name` of `value` [*shape] float32, which party `owner` passes; others pass None."""
 
     def run(self, label: str, function: Function, inputs: Sequence[str | Values], outputs: Sequence[str]) -> None:
         """Compute the secrets `outputs` from secrets and public arrays."""
 
     def open(self, name: str) -> Values | None:
-        """The secret `name` for the client; None elsewhere."""
+        """Return the secret `name` to the client; None to others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is public."""
+    """The public part of a job."""
 
     shape: Shape
     rules: Rules
     sizes: Mapping[str, tuple[int, ...]]
-    """Of the weights."""
+    """Name -> shape of the weights."""
     tokens: int
     answer: int
     variants: tuple[str, ...]
     dealt: bool = False
-    """Whether the prompt's KV comes computed in the clear: then only its answers are under the protocol."""
+    """Whether the prompt's KV is computed in the clear, so that only the answers run under the protocol."""
 
     def deals(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what is dealt: K, V and votes of each layer, and what chooses the first token."""
+        """Name -> shape of the dealt arrays: K, V and votes of each layer, and logits that choose the first token."""
         rows = (self.shape.kv_heads, self.tokens)
         sizes: dict[str, tuple[int, ...]] = {"logits": (1, self.sizes["embed"][0])}
         for layer in range(self.shape.layers):
@@ -88,9 +88,9 @@ def respond(
     weights: Mapping[str, Values] | None,
     dealt: Mapping[str, Values] | None = None,
 ) -> dict[str, Any]:
-    """Of each variant the answer (`tokens`), and of each choosing layer the prompt's rows that stayed (`kept`).
+    """The answer of each variant (`tokens`), and the prompt's rows that stayed in each choosing layer (`kept`).
 
-    Only the client passes `prompt`, or what is `dealt`, and learns both; only the owner passes `weights`.
+    Only the client passes `prompt`, or `dealt`, and learns both results; only the owner passes `weights`.
     """
     for name, size in task.sizes.items():
         machine.share(name, OWNER, weights[name] if weights else None, size)
@@ -115,31 +115,32 @@ def _prefill(machine: Machine, task: Task, prompt: Sequence[int] | None) -> None
 
 
 class Counter:
-    """A `Machine` that computes nothing: how many runs there are to come."""
+    """A `Machine` that computes nothing and counts runs."""
 
     def __init__(self) -> None:
         self.runs = 0
 
     def share(self, name: str, owner: int, value: Values | None, shape: tuple[int, ...]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def run(self, label: str, function: Function, inputs: Sequence[str | Values], outputs: Sequence[str]) -> None:
-        """Count it."""
+        """Count the run."""
         self.runs += 1
 
     def open(self, name: str) -> None:
-        """As any party but the client."""
+        """None, as for any party but the client."""
 
 
 def runs(task: Task) -> int:
-    """How many runs a task takes."""
+    """Number of runs of a task."""
     counter = Counter()
     respond(counter, task, None, None)
     return counter.runs
 
 
 def _evict(machine: Machine, task: Task) -> dict[int, list[list[int]]]:
-    """The rows that stay become `kept k0` and so on. Opened here for the comparison with a run in the clear only."""
+    """Make the secrets `kept k0` and so on from the rows that stay. They are opened only to compare them with a run in
+    the clear."""
     opened = dict[int, list[list[int]]]()
     for chooser in sorted({task.rules.chooser(layer) for layer in range(task.shape.layers)}):
         followers = [layer for layer in range(task.shape.layers) if task.rules.chooser(layer) == chooser]
@@ -153,7 +154,7 @@ def _evict(machine: Machine, task: Task) -> dict[int, list[list[int]]]:
 
 
 def _answer(machine: Machine, task: Task, name: str, first: int | None) -> list[int]:
-    """Tokens of a variant; the first one is the prompt's."""
+    """The tokens of a variant's answer. The first token comes from the prompt."""
     variant, shape, rules, vocabulary = VARIANTS[name], task.shape, task.rules, task.sizes["embed"][0]
     before, rows = ("kept ", rules.held(task.tokens)) if variant.evicts else ("", task.tokens)
     selects, room = variant.selects and rules.chooses(rows // rules.page_tokens), task.answer - 1
@@ -248,15 +249,15 @@ class InTheClear:
         self.arrays = dict[str, Values]()
 
     def share(self, name: str, owner: int, value: Values | None, shape: tuple[int, ...]) -> None:
-        """Keep it."""
+        """Keep the value."""
         assert value is not None
         self.arrays[name] = value.astype(np.float64)
 
     def run(self, label: str, function: Function, inputs: Sequence[str | Values], outputs: Sequence[str]) -> None:
-        """Call it."""
+        """Call the function."""
         made = function(np, *(self.arrays[each] if isinstance(each, str) else each for each in inputs))
         self.arrays.update(zip(outputs, made, strict=True))
 
     def open(self, name: str) -> Values:
-        """As it is."""
+        """The value itself."""
         return self.arrays[name]

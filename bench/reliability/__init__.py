@@ -1,1 +1,1 @@
-"""What a cluster of real processes does when its nodes are killed or restarted under load."""
+"""Behaviour of a cluster of real processes when its nodes are killed or restarted under load."""

@@ -1,7 +1,7 @@
 """Kill and restart nodes of a real cluster under a steady load: `python -m bench.reliability kill-decode|...|all`.
 
 An undisturbed run of the same requests on two prefill and two decode nodes gives the tokens that every client must get.
-Writes docs/reliability.json and the table in docs/reliability.md; the exit code says whether all holds.
+Writes docs/reliability.json and the table in docs/reliability.md. The exit code is 0 if all scenarios hold.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEED = 5
 async def _run(
     cluster: LocalCluster, requests: list[bytes], rate: float, scenario: Scenario | None, console: Console
 ) -> tuple[list[Outcome], float]:
-    """Send everything, and disturb the cluster in the middle. Returns the outcomes and when the disturbance began."""
+    """Send all requests, and disturb the cluster in the middle. Returns the outcomes and the disturbance's time."""
     middle_s, began = len(requests) / rate / 2, perf_counter()
     at_s = 0.0
 
@@ -55,7 +55,7 @@ async def _run(
 async def measure(
     names: Sequence[str], count: int, rate: float, model: Path, console: Console
 ) -> AsyncIterator[Result]:
-    """The undisturbed run, then each scenario on a cluster of its own."""
+    """Run without disturbance, then each scenario on a cluster of its own."""
     requests = bodies(count, SEED)
     async with tiny_cluster(model) as cluster:
         calm, _ = await _run(cluster, requests, rate, None, console)

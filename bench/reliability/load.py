@@ -1,7 +1,7 @@
-"""A steady stream of requests, and exactly what each client got: its tokens, its errors, its waits.
+"""A steady stream of requests, and what each client got: its tokens, its errors, its waits.
 
-Requests start at a fixed rate, as users do, whatever becomes of earlier ones. Half of them are greedy, half are sampled
-with a seed of their own, so that each has one right answer.
+Requests start at a fixed rate, as users' requests do, whatever becomes of earlier ones. Half of them are greedy. The
+other half are sampled with a seed of their own. So each request has one right answer.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Any
 from bench.connection import Connection
 
 REQUEST_S = 150.0
-"""A request that takes longer hangs."""
+"""A request that takes longer counts as hung."""
 PROMPT_TOKENS = (16, 256)
 OUTPUT_TOKENS = (128, 384)
-"""Long enough that several requests are under way at any moment; `--rate` makes them more."""
+"""Outputs are so long that several requests are under way at any moment; a higher `--rate` makes them more."""
 VOCABULARY = (3, 300)
-"""Token ids to draw prompts from; special tokens come before them."""
+"""Range of token ids for prompts; special tokens come before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One request as its client saw it; seconds since the first request of the run was due."""
+    """One request as its client saw it. Times are seconds since the first request of the run was due."""
 
     began_s: float
     ended_s: float
     longest_wait_s: float
-    """Between two events of its stream, the first one included."""
+    """The longest time between two events of its stream, or before the first one."""
     token_ids: tuple[int, ...]
     attempts: int
     error: str = ""
-    """Empty if it was served."""
+    """Empty if the request was served."""
 
 
 def bodies(requests: int, seed: int) -> list[bytes]:
-    """The requests of a run; the same for the same seed."""
+    """The bodies of the requests of a run; equal seeds give equal bodies."""
     rng = random.Random(seed)
     return [_body(rng, number) for number in range(requests)]
 

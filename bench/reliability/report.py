@@ -1,4 +1,4 @@
-"""Results of `python -m bench.reliability`: one JSON file for all scenarios, and a table made of it."""
+"""Results of `python -m bench.reliability`: one JSON record of all scenarios, and a table made from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE, SECTION = "reliability", "bench.reliability"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One scenario, judged. Seconds; latencies are of whole requests."""
+    """The judged results of one scenario. Times are in seconds; latencies are those of whole requests."""
 
     scenario: str
     requests: int
@@ -27,25 +27,25 @@ class Result:
     tokens_differ: int
     """Requests that were served with other tokens than in the undisturbed run."""
     moved: int
-    """Requests that went to another node because theirs ended."""
+    """Requests that went to another node because their node ended."""
     disturbed_at_s: float
     error_window_s: float
-    """From the disturbance to the last request that failed; 0 if none did."""
+    """Time from the disturbance to the end of the last failed request; 0 if none failed."""
     slowest_s: float
     longest_wait_s: float
-    """The longest that a client waited for the next token."""
+    """The longest time that a client waited for the next token."""
     calm_p50_s: float
     p50_s: float
     failovers: dict[str, float]
     replayed_tokens: float
     machine: str
     load_average: float
-    """Load average of the minute before the end."""
+    """Load average of the last minute of the run."""
     commit: str
 
     @property
     def holds(self) -> bool:
-        """What the issue asks for."""
+        """Whether enough requests were served, with the right tokens, and errors stopped within `ERROR_WINDOW_S`."""
         enough = self.succeeded >= SCENARIOS[self.scenario].wanted_share * self.requests
         return enough and not self.tokens_differ and self.error_window_s <= ERROR_WINDOW_S
 
@@ -95,14 +95,14 @@ def _median(outcomes: Sequence[Outcome]) -> float:
 
 
 def save(result: Result, folder: Path) -> None:
-    """Put it beside the other scenarios' results into the record, and write the table of all that is there."""
+    """Add a result to the record of all scenarios, and write the table again."""
     known = {**(read_section(folder, SECTION, PAGE) or {}), result.scenario: asdict(result)}
     ordered = [Result(**known[name]) for name in SCENARIOS if name in known]
     write_section(folder, SECTION, table(ordered), known, PAGE)
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results in Markdown."""
+    """The table of the results in Markdown."""
     lines = [
         "| what happens | served | tokens equal | sent elsewhere | error window | longest wait for a token "
         "| median request, calm / disturbed | published |",
@@ -127,7 +127,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _where(results: Sequence[Result]) -> str:
-    """What these results, of one rate, machine and commit, were measured on."""
+    """A line about the machine and the load of results that have one rate, machine and commit."""
     some, loads = results[0], [result.load_average for result in results]
     load = f"{min(loads):.1f} to {max(loads):.1f}" if len(set(loads)) > 1 else f"{loads[0]:.1f}"
     return (

@@ -1,4 +1,4 @@
-"""What happens to the cluster in the middle of a run."""
+"""Disturbances of a cluster in the middle of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from app.cluster import LocalCluster
 
 AWAY_S = 3.0
-"""How long a node that is killed without a spare stays away before somebody starts it again."""
+"""Seconds until a node that was killed without a spare is started again."""
 DRAINED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A cluster, what is done to it, and what a peer published for the same disturbance."""
+    """A cluster, a disturbance, and what a peer published for the same disturbance."""
 
     name: str
     what: str
@@ -46,7 +46,7 @@ async def _no_spare(cluster: LocalCluster) -> None:
 
 
 async def _rolling(cluster: LocalCluster) -> None:
-    """SIGTERM and a new process under the old name, one node after another."""
+    """Send SIGTERM and start a new process under the old name, one node after another."""
     for node in cluster.children[1:]:
         node.process.terminate()
         async with asyncio.timeout(DRAINED_S):

@@ -1,1 +1,1 @@
-"""How evenly a router serves while others send it the worst that they can: `python -m bench.router`."""
+"""How evenly a router serves while some clients send it the worst that they can: `python -m bench.router`."""

@@ -1,13 +1,13 @@
 """Does the router stand still? `python -m bench.router [cost|storm|turns|scale]`.
 
-`cost`: processor time of a short request and of a token, by process, which says something on a busy machine too.
+`cost`: processor time of a short request and of a token, by process; it is valid on a busy machine too.
 `storm`: 200 clients stream from scripted nodes while others send bodies of 16 MiB, lists of 100,000 ids, deep JSON and
 connections that say nothing, and have 60,000 ids echoed, or 100 answers given, with 20 log-probabilities a token.
-`turns`: the longest turns of the event loops in that storm, in processor time, which says something on a busy machine.
+`turns`: the longest turns of the event loops in that storm, in processor time; they are valid on a busy machine too.
 `scale`: 2,000 open streams and 300 short requests a second. The router, the nodes, these clients and the attackers are
 processes that share a machine. All is measured once more with a server in the router's place that only sends tokens
-(`bench.router.plain`), while the attackers still attack the router: what clients see of that one is the machine's doing
-and their own.
+(`bench.router.plain`), while the attackers still attack the router. The delays that clients see with that server come
+from the machine and from the clients themselves.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WARM_S = 3.0
 
 @contextlib.asynccontextmanager
 async def streaming(url: str, count: int, pause_ms: int, seconds: float) -> AsyncIterator[Times]:
-    """`count` streams that go on for longer than `seconds`; returns when all have begun and some time has passed."""
+    """Run `count` streams that last longer than `seconds`. Enters when all have begun and `WARM_S` have passed."""
     times, begun = Times(), [asyncio.Event() for _ in range(count)]
     tokens = int(1000 * (seconds + count / 100 + 60) / pause_ms) + 2
     tasks = [asyncio.create_task(watch_loop(times))]
@@ -65,7 +65,7 @@ async def streaming(url: str, count: int, pause_ms: int, seconds: float) -> Asyn
 
 
 def summary(times: Times) -> dict[str, float]:
-    """Milliseconds."""
+    """Statistics of times, in milliseconds."""
     return {
         "tokens": len(times.ages),
         "gap_p50_ms": 1e3 * percentile(times.gaps, 0.5),
@@ -80,14 +80,14 @@ def summary(times: Times) -> dict[str, float]:
 
 
 def clear(times: Times) -> None:
-    """Begin to measure anew."""
+    """Drop the measurements so far."""
     times.gaps.clear()
     times.ages.clear()
     times.lags.clear()
 
 
 async def storm(cluster: Cluster, seconds: float, streams: int, pause_ms: int) -> dict[str, Any]:
-    """Streams alone, then beside attackers; and beside attackers without the router."""
+    """Measure streams alone, then beside attackers, then beside attackers without the router."""
     async with streaming(cluster.url, streams, pause_ms, 2 * seconds) as times:
         clear(times)
         used = cluster.processor_s()
@@ -110,7 +110,7 @@ async def storm(cluster: Cluster, seconds: float, streams: int, pause_ms: int) -
 
 
 async def _attack(cluster: Cluster, seconds: float) -> tuple[dict[str, int], float]:
-    """Attack the router: what was answered, and the most memory that it had meanwhile, in MiB."""
+    """Attack the router. Returns the counted answers, and the most memory that the router had meanwhile, in MiB."""
     attackers = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.router.attackers", cluster.url, str(seconds), stdout=PIPE
     )
@@ -124,7 +124,7 @@ async def _attack(cluster: Cluster, seconds: float) -> tuple[dict[str, int], flo
 
 
 async def longest_turns(model: Path, seconds: float, streams: int, pause_ms: int) -> dict[str, dict[str, float]]:
-    """What took the event loops longest while streams and attackers ran: seconds, by process."""
+    """Process -> the longest turns of its event loop, in seconds, while streams and attackers run."""
     with TemporaryDirectory() as folder:
         async with running(model, 1, Path(folder)) as cluster, streaming(cluster.url, streams, pause_ms, seconds):
             for process in (cluster.router, *cluster.nodes.values()):
@@ -134,7 +134,7 @@ async def longest_turns(model: Path, seconds: float, streams: int, pause_ms: int
 
 
 async def scale(cluster: Cluster, seconds: float, streams: int, rate: float) -> dict[str, Any]:
-    """Many slow streams, and short requests that come as a Poisson process beside them; and all without the router."""
+    """Measure many slow streams beside short requests of a Poisson process; then the same without the router."""
     routed = await _crowd(cluster, cluster.url, seconds, streams, rate)
     plain = await _crowd(cluster, cluster.plain, seconds, streams, rate)
     return {**routed, "plain": plain}
@@ -155,7 +155,7 @@ async def _crowd(cluster: Cluster, url: str, seconds: float, streams: int, rate:
 
 
 def storm_table(result: dict[str, Any], streams: int, pause_ms: int) -> str:
-    """As Markdown."""
+    """The table of a storm in Markdown."""
     memory, rows = result["memory"], []
     for name, one in (
         ("quiet", result["quiet"]), ("attacked", result["attacked"]), ("attacked, without router", result["plain"]),
@@ -185,7 +185,7 @@ def storm_table(result: dict[str, Any], streams: int, pause_ms: int) -> str:
 
 
 def scale_table(result: dict[str, Any], streams: int, rate: float) -> str:
-    """As Markdown."""
+    """The table of `scale` in Markdown."""
     rows = [
         f"| {name}{where} | {one['tokens']} | {one['added_p50_ms']:.1f} | {one['added_p99_ms']:.1f} | "
         f"{one['client_lag_p99_ms']:.1f} | {one['failures']} |"
@@ -208,7 +208,7 @@ def scale_table(result: dict[str, Any], streams: int, rate: float) -> str:
 
 
 async def measure(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], bool]:
-    """Run one part: its table, its numbers, and whether the target was met."""
+    """Run one part. Returns its table, its numbers, and whether the target was met."""
     if arguments.what == "turns":
         streams = arguments.streams or STREAMS
         turns = await longest_turns(arguments.model, arguments.seconds, streams, arguments.pause)
@@ -233,7 +233,7 @@ async def measure(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], b
 
 
 def main() -> int:
-    """Run one part; the exit code says whether its target was met."""
+    """Run one part. The exit code is 0 if its target was met."""
     parser = argparse.ArgumentParser("python -m bench.router", description=__doc__)
     parser.add_argument("what", choices=("cost", "storm", "turns", "scale"))
     parser.add_argument("--seconds", type=float, default=30.0)

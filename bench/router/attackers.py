@@ -18,11 +18,11 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LARGEST = 16 << 20
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 SILENT = 100
-"""Connections that send nothing, and as many that send half a head."""
+"""Number of connections that send nothing, and of connections that send half a head."""
 
 
 def bodies() -> Iterator[tuple[str, str, bytes]]:
-    """A name, a path and a body of each kind."""
+    """(name, path, body) of each kind of request."""
     text = SENTENCE * ((LARGEST - 1000) // len(SENTENCE))
     message = {"role": "user", "content": "x"}
     yield "16 MiB of prompt", COMPLETIONS, _json(prompt=text)
@@ -47,7 +47,7 @@ def _json(**fields: object) -> bytes:
 
 
 async def attack(url: str, seconds: float) -> Counter[str]:
-    """Send all kinds for so many seconds, each from a connection of its own; what was answered."""
+    """Send all kinds for `seconds`, each from a connection of its own. Returns the answers, counted by kind."""
     answers: Counter[str] = Counter()
     until = monotonic() + seconds
 

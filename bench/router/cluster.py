@@ -1,4 +1,4 @@
-"""The processes that are measured: a router, its two scripted nodes, and a server without a router."""
+"""The measured processes: a router, its two scripted nodes, and a server that stands in for the router."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ WORKER = "router.workers.process"
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A router over scripted nodes, and a server without any."""
+    """A router over scripted nodes, and the address of a server without a router."""
 
     url: str
     plain: str
     router: Process
     nodes: Mapping[Role, Process]
-    """By role."""
+    """Role -> process of the node."""
 
     def processes(self) -> list[psutil.Process]:
-        """Those of the router that serve HTTP: its own, or its leader and the workers."""
+        """The router's processes that serve HTTP: its only one, or its leader and the workers."""
         router = psutil.Process(self.router.pid)
         return [router, *(child for child in router.children() if WORKER in child.cmdline())]
 
     def memory_mib(self) -> float:
-        """Resident memory of these processes."""
+        """Resident memory of the router's processes, in MiB."""
         return sum(float(one.memory_info().rss) for one in self.processes()) / 2**20
 
     def processor_s(self) -> dict[str, float]:
-        """Processor time of every process that the router's clients wait for, and their own."""
+        """Process -> seconds of processor time, for the router, the nodes and the clients (this process)."""
         routers = {f"router {index}" if index else "router": one for index, one in enumerate(self.processes())}
         nodes = {f"{role} node": psutil.Process(node.pid) for role, node in self.nodes.items()}
         times = {name: one.cpu_times() for name, one in {**routers, **nodes, "clients": psutil.Process()}.items()}
@@ -47,7 +47,7 @@ class Cluster:
 
 
 def since(before: dict[str, float], after: dict[str, float], per: float) -> dict[str, float]:
-    """What every process has used in between, divided by `per`."""
+    """Process -> processor time between two readings, divided by `per`."""
     return {name: (seconds - before[name]) / per for name, seconds in after.items()}
 
 
@@ -58,11 +58,11 @@ def listed(shares: dict[str, float], form: str) -> str:
 
 @contextlib.asynccontextmanager
 async def running(model: Path, workers: int, turns: Path | None = None) -> AsyncIterator[Cluster]:
-    """Start the router, its nodes and the plain server; all end on exit. With a folder `turns`, the longest turns of
-    the first three lie there then, a file for each (`bench.router.turns`)."""
+    """Start the router, its nodes and the plain server; all end on exit. With a folder `turns`, router and nodes write
+    their longest turns there when they end, one file each (`bench.router.turns`)."""
     settings = (
         f"model={model}", "listen.port=0", "control.port=0", "served_model_name=bench", f"workers={workers}",
-        "lease_ttl_s=60",  # the nodes share the cores, and are not what is measured
+        "lease_ttl_s=60",  # the nodes share the cores and are not what is measured, so they must not lose their leases
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
 
@@ -76,7 +76,7 @@ async def running(model: Path, workers: int, turns: Path | None = None) -> Async
 
         overrides = (word for setting in settings for word in ("--set", setting))
         router, address = await start(*timed("router"), "router", "--supervised", *overrides)
-        # The end for reading first: it is dropped here when its node has it.
+        # The reading end goes first. Each end is closed here once its node has it.
         nodes = {}
         for role, end in zip((Role.DECODE, Role.PREFILL), os.pipe(), strict=True):
             with os.fdopen(end, "rb" if role is Role.DECODE else "wb"):
@@ -87,7 +87,7 @@ async def running(model: Path, workers: int, turns: Path | None = None) -> Async
 
 
 async def _start(command: Sequence[str], given: Sequence[int]) -> tuple[Process, dict[str, str]]:
-    """Start a module. It inherits the file descriptors that it is `given`."""
+    """Start a module, which inherits the file descriptors `given`. Returns its process and its ready line."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", *command, stdin=PIPE, stdout=PIPE, pass_fds=given
     )

@@ -1,4 +1,4 @@
-"""What a short request and a token cost: processor time of each process. It does not ask for a quiet machine."""
+"""The cost of a short request and of a token: processor time of each process. A quiet machine is not needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = {
 
 
 async def cost(cluster: Cluster, seconds: float, streams: int, pause_ms: int, rate: float) -> dict[str, Any]:
-    """Microseconds by process: of a short request of `rate` a second, and of a token of `streams` streams."""
+    """Process -> microseconds: of a short request at `rate` requests a second, and of a token of `streams` streams."""
     await short_requests(cluster.url, rate, WARM_S, Times())
     used, times = cluster.processor_s(), Times()
     count = await short_requests(cluster.url, rate, seconds, times)
@@ -46,18 +46,18 @@ async def _token(cluster: Cluster, seconds: float, streams: int, pause_ms: int, 
         used, times.tokens = cluster.processor_s(), 0
         await asyncio.sleep(seconds)
         share = since(used, cluster.processor_s(), max(1, times.tokens) / 1e6)
-    await asyncio.sleep(WARM_S)  # the router hears that the clients have left
+    await asyncio.sleep(WARM_S)  # time for the router to notice that the clients have left
     return share
 
 
 def costs_little(result: dict[str, Any]) -> bool:
-    """Whether the targets are met."""
+    """Whether the router meets both targets."""
     router = {kind: sum(us for name, us in result[kind].items() if name.startswith("router")) for kind in _NAMES}
     return bool(router["requests"] <= TARGET_REQUEST_US and router["tokens"] <= TARGET_TOKEN_US)
 
 
 def cost_table(result: dict[str, Any]) -> str:
-    """As Markdown."""
+    """The table of costs in Markdown."""
     processes = list(result["requests"])
     rows = [
         f"| {name} | " + " | ".join(f"{result[kind][process]:.0f}" for process in processes) + " |"

@@ -1,12 +1,12 @@
 """A scripted node in a process of its own: `python -m bench.router.nodes prefill|decode --control HOST:PORT --kv FD`.
 
-It has a real gRPC server and computes nothing. A request's seed is the pause between its tokens in milliseconds. Each
-token carries the time at which it was sent in place of a log-probability, on the clock that all processes of a machine
-share. So a client that asks for `logprobs` can tell how old a token is.
+It has a real gRPC server and computes nothing. A request's seed is the pause between its tokens in milliseconds. In
+place of a log-probability, each token carries the time at which it was sent, on the clock that all processes of a
+machine share. So a client that asks for `logprobs` can tell how old a token is.
 
-There is a process for each node, as with real ones: a long prompt's log-probabilities must not hold up the tokens of
-other requests. The wire between the two is a pipe (`--kv`), on which the prefill node names each transfer whose KV
-lands. It ends when its standard input does.
+Each node has a process of its own, like a real one: a long prompt's log-probabilities must not delay the tokens of
+other requests. The wire between the two nodes is a pipe (`--kv`), on which the prefill node names each transfer whose
+KV lands. A node ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from transport.rpc_server import RpcServer
 
 PAGE_TOKENS, PAGES = 16, 1 << 22
 LETTERS, LETTER_A = 26, 38
-"""Ids of letters in the vocabulary of the model that ships along."""
+"""Ids of letters in the vocabulary of the shipped model."""
 STEP_S = 0.01
-"""Between two steps. As on a real decode node, tokens of one step leave together."""
+"""Seconds between two steps. As on a real decode node, the tokens of one step leave together."""
 RENEW_S = 1.0
 
 Land = Callable[[str], None]
-"""Tells the decode node that the KV of a transfer is there."""
+"""Tells the decode node that the KV of a transfer has landed."""
 
 
 class PacedDecode:
-    """A decode node whose tokens come at the pace that a request asks for."""
+    """A decode node that sends tokens at the pace for which a request asks."""
 
     role = Role.DECODE
 
@@ -68,15 +68,15 @@ class PacedDecode:
         self.node_id, self._max_context = node_id, max_context
         self.address = ""
         self._waiting: dict[str, asyncio.Event] = {}
-        """Transfers that have room here."""
+        """Transfer id -> event that is set when its KV has landed."""
 
     def land(self, transfer_id: str) -> None:
-        """The KV of a transfer is here. One that is unknown was given up meanwhile."""
+        """Note that the KV of a transfer has landed. An unknown transfer was given up meanwhile."""
         if transfer_id in self._waiting:
             self._waiting[transfer_id].set()
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
-        """Tokens 1 and on, each when it is due."""
+        """Send token 1 and the later ones, each when it is due."""
         landed = self._waiting[job.transfer_id] = asyncio.Event()
         try:
             yield Reserved()
@@ -91,12 +91,12 @@ class PacedDecode:
             del self._waiting[job.transfer_id]
 
     async def describe(self) -> NodeInfo:
-        """Report."""
+        """The node's report."""
         return info(self.role, self.node_id, self.address, self._max_context)
 
 
 class PacedPrefill:
-    """A prefill node that takes no time."""
+    """A prefill node that computes in no time."""
 
     role = Role.PREFILL
 
@@ -106,7 +106,7 @@ class PacedPrefill:
         self._assigned: dict[str, asyncio.Event] = {}
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Token 0, then the handoff."""
+        """Send token 0, then hand off."""
         assigned = self._assigned[job.transfer_id] = asyncio.Event()
         if job.decode_address:
             assigned.set()
@@ -121,26 +121,26 @@ class PacedPrefill:
             del self._assigned[job.transfer_id]
 
     async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
-        """Name a decode node; there is only one."""
+        """Assign the decode node; there is only one."""
         self._assigned[transfer_id].set()
 
     async def describe(self) -> NodeInfo:
-        """Report."""
+        """The node's report."""
         return info(self.role, self.node_id, self.address, self._max_context)
 
 
 def receipt(job: PrefillJob | DecodeJob) -> Receipt:
-    """For KV that weighs nothing."""
+    """A receipt for KV without bytes."""
     return Receipt(job.transfer_id, len(job.request.prompt_ids), (), 0, 0, 0.0)
 
 
 def next_step(due: float) -> float:
-    """When the step ends that makes what is due then."""
+    """The end of the step in which something due at `due` is sent, in seconds of `monotonic`."""
     return math.ceil(due / STEP_S) * STEP_S
 
 
 def token(request: Request, index: int) -> Token:
-    """A token that carries the time."""
+    """A token that carries the present time as its log-probability."""
     finish = Finish.LENGTH if index + 1 >= request.sampling.max_tokens else None
     asked = request.sampling.logprobs
     token_id = LETTER_A + index % LETTERS
@@ -149,12 +149,12 @@ def token(request: Request, index: int) -> Token:
 
 @cache
 def rivals(count: int) -> tuple[Logprob, ...]:
-    """Alternatives that mean nothing."""
+    """`count` meaningless alternatives to a token."""
     return tuple(Logprob(LETTER_A + nth, -2.5) for nth in range(count))
 
 
 def scores(request: Request) -> PromptLogprobs:
-    """Those of the prompt, if they are asked for; they mean nothing."""
+    """Meaningless log-probabilities of the prompt, if the request asks for them."""
     width = request.sampling.prompt_logprobs
     if width is None:
         return PromptLogprobs()
@@ -164,7 +164,7 @@ def scores(request: Request) -> PromptLogprobs:
 
 
 def info(role: Role, node_id: str, address: str, max_context: int) -> NodeInfo:
-    """What a node tells the router."""
+    """The report of a node to the router."""
     pages = PAGES if role is Role.DECODE else 0
     return NodeInfo(
         node_id=node_id, role=role, address=address, incarnation="1", model="bench",
@@ -205,7 +205,7 @@ async def serve_decode(control: str, kv: int, max_context: int) -> None:
 
 
 async def _stay(node: PacedPrefill | PacedDecode, control: str) -> None:
-    """Be a member of the fleet until standard input ends."""
+    """Register the node, and renew the registration until standard input ends."""
     channels = ChannelPool()
     registry, over = RegistryClient(control, channels), asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), over.set)
@@ -216,7 +216,7 @@ async def _stay(node: PacedPrefill | PacedDecode, control: str) -> None:
             await asyncio.sleep(RENEW_S)
             try:
                 await registry.register(await node.describe())
-            except HackkvError as error:  # a router that is held up; the next report may reach it
+            except HackkvError as error:  # the router may be held up; the next report may reach it
                 print(f"{node.node_id}: {error}", file=sys.stderr, flush=True)
     finally:
         await channels.close()

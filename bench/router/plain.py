@@ -1,8 +1,8 @@
 """A server that only sends tokens, without a router: `python -m bench.router.plain`.
 
-It answers as the router does over the scripted nodes (`bench.router.nodes`): as many tokens as `max_tokens` says, with
-pauses of `seed` milliseconds, each with the time at which it was sent. What clients measure of it is their own doing
-and the machine's. It ends when its standard input does.
+It answers as the router does over the scripted nodes (`bench.router.nodes`): `max_tokens` tokens with pauses of `seed`
+milliseconds, each with the time at which it was sent. The delays that clients measure with it come from the clients and
+the machine. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encodin
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One connection, one request."""
+    """Serve one request on a connection, then close it."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
         found = _LENGTH.search(head)
@@ -51,7 +51,7 @@ async def main() -> None:
     announce(http=f"http://{host}:{port}")
     async with server:
         await over.wait()
-    os._exit(0)  # whoever still streams is not waited for
+    os._exit(0)  # do not wait for streams that still run
 
 
 if __name__ == "__main__":

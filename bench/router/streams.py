@@ -1,4 +1,4 @@
-"""Clients that stream, and when each of their tokens came."""
+"""Clients that stream, and the arrival times of their tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(slots=True)
 class Times:
-    """What clients saw, in seconds."""
+    """The measurements of clients, in seconds."""
 
     gaps: list[float] = field(default_factory=list)
-    """Between two tokens of one stream."""
+    """Times between two tokens of one stream."""
     ages: list[float] = field(default_factory=list)
-    """From the moment a node sent a token until a client had it: what the router and the wires add."""
+    """Times from a node's sending of a token to its arrival at a client: the delay by router and wires."""
     lags: list[float] = field(default_factory=list)
-    """How late the clients' own event loop was. Their measurements are no better than that."""
+    """Delays of the clients' own event loop. Their measurements are no more exact than that."""
     failures: list[str] = field(default_factory=list)
     tokens: int = 0
 
@@ -36,7 +36,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 async def stream(
     url: str, tokens: int, pause_ms: int, times: Times, begun: asyncio.Event | None = None, *, timed: bool = True
 ) -> None:
-    """Read one stream to its end. Only if it is `timed`, it is known how old tokens are and what lies between them."""
+    """Read one stream to its end. Ages and gaps of tokens are measured only if it is `timed`."""
     body: dict[str, object] = {"prompt": "the quick", "max_tokens": tokens, "seed": pause_ms, "stream": True}
     if timed:
         body["logprobs"] = 0
@@ -67,7 +67,7 @@ async def stream(
 
 
 async def short_requests(url: str, rate: float, seconds: float, times: Times) -> int:
-    """Requests of two tokens that come as a Poisson process; returns their number when all are over."""
+    """Send requests of two tokens as a Poisson process. Returns their number when all are over."""
     rng, tasks, began, count = random.Random(1), set[asyncio.Task[None]](), monotonic(), 0
     due = began
     while due - began < seconds:
@@ -83,13 +83,13 @@ async def short_requests(url: str, rate: float, seconds: float, times: Times) ->
 
 
 def _sent_at(part: bytes) -> float | None:
-    """When a node sent the token of an event; None for the last events, which hold no token."""
+    """The time at which a node sent the token of an event; None for events without a timed token."""
     at = part.find(b'"token_logprobs":[-')
     return float(part[at + 19 : part.index(b"]", at)]) if at >= 0 else None
 
 
 async def watch_loop(times: Times, period_s: float = 0.01) -> None:
-    """Note how late this process's own event loop is, until cancelled."""
+    """Record the delay of this process's own event loop, until cancelled."""
     while True:
         due = monotonic() + period_s
         await asyncio.sleep(period_s)

@@ -1,8 +1,8 @@
 """The longest turns of an event loop: `python -m bench.router.turns FILE MODULE ARGUMENT...` runs a module, timed.
 
-A turn is one call of the loop: others run after it. When the module ends, FILE gets what ran and the most processor
-time that it took. Processor time is a fair measure on a busy machine too. SIGUSR1 makes it forget the turns so far,
-such as those of the start.
+A turn is one call of the loop; other work runs after it. When the module ends, FILE gets the longest turns: what ran,
+and the most processor time that it took. Processor time is a fair measure on a busy machine too. SIGUSR1 makes the
+process forget the turns so far, such as those of the start.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, Final
 
 FORGET: Final = signal.SIGUSR1
 KEPT: Final = 8
-"""Turns that are told of each process."""
+"""Number of turns that are reported for each process."""
 
 
 class Longest:
-    """The most processor time, in seconds, of each thing that ran."""
+    """Name -> the most processor time, in seconds, of a turn in which it ran."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -46,7 +46,7 @@ class Longest:
         return timed
 
     def write(self, file: Path, process: int) -> None:
-        """As JSON, the longest first; only in this process, and not in those that it has forked."""
+        """Write the longest turns as JSON, longest first. Only process `process` writes, not its forks."""
         if os.getpid() != process:
             return
         longest = sorted(self.seconds.items(), key=lambda item: -item[1])[:KEPT]
@@ -54,7 +54,7 @@ class Longest:
 
 
 def what_runs(callback: object) -> str:
-    """A callback's name; of a task, those of its coroutine and of the one inside it that goes on."""
+    """A callback's name. For a task: the names of its coroutine and of the innermost coroutine that it awaits."""
     task = getattr(callback, "__self__", None)
     if not isinstance(task, asyncio.Task):
         return name_of(callback)
@@ -66,17 +66,17 @@ def what_runs(callback: object) -> str:
 
 
 def name_of(thing: object) -> str:
-    """Its qualified name, or its type's."""
+    """The qualified name of `thing`, or of its type."""
     return str(getattr(thing, "__qualname__", type(thing).__qualname__))
 
 
 def told(folder: Path) -> dict[str, dict[str, float]]:
-    """What processes wrote, by the names of their files."""
+    """Name of a file -> what its process wrote."""
     return {file.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.iterdir())}
 
 
 def turns_table(turns: Mapping[str, Mapping[str, float]]) -> str:
-    """Processes with their turns in seconds, as Markdown."""
+    """The table of processes and their turns, in Markdown."""
     rows = [
         f"| {process} | `{name}` | {1000 * seconds:.1f} |" for process, longest in turns.items()
         for name, seconds in longest.items()

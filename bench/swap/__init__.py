@@ -1,1 +1,1 @@
-"""A decode node with a tenth of the memory that its load wants, beside one with all of it."""
+"""A decode node with a tenth of the memory that its load needs, beside one with all of it."""

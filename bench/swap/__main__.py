@@ -1,10 +1,10 @@
-"""A decode node with a tenth of the memory that its load wants, and one with all of it: `python -m bench.swap`.
+"""A decode node with a tenth of the memory that its load needs, and one with all of it: `python -m bench.swap`.
 
 Three clusters of real processes serve the same requests, one after the other: with ample memory, with a tenth of it,
 and with ample memory again, which shows whether the machine has slowed down. Each has three times as many clients as a
-decode step takes sequences. Throughput is what the decode node generates while all clients are there. Every output of
-the tight node is compared with that of the ample one, which never swaps. `--seconds 600` is the long form. Writes
-docs/reliability.json and its section of docs/reliability.md; the exit code says whether all holds.
+decode step takes sequences. Throughput is the rate of the decode node's tokens while all clients are there. Every
+output of the tight node is compared with that of the ample one, which never swaps. `--seconds 600` is the long form.
+Writes docs/reliability.json and its section of docs/reliability.md. The exit code is 0 if all holds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from measure.accuracy.machine import commit, this_machine
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 REFERENCE_SHARE, SHORTEST_S = 0.2, 30.0
-"""How long the ample cluster is measured, each time: a share of the tight one's time, but at least so many seconds."""
+"""Each measurement of the ample cluster takes this share of the tight one's time, but at least so many seconds."""
 
 
 async def measure(arguments: argparse.Namespace, model: str, console: Console) -> Result:
-    """Ample memory, a tenth of it, ample memory."""
+    """Measure with ample memory, with a tenth of it, and with ample memory again."""
     work, codec = workload.jobs(arguments.seed), arguments.codec
     memory = {"ample": workload.ample(work, codec), "tight": workload.tight(work, codec)}
     reference_s = max(SHORTEST_S, REFERENCE_SHARE * arguments.seconds)

@@ -21,23 +21,23 @@ from hackkv.nodes import NodeInfo
 from hackkv.types import Role
 
 RAMP_S, WARM_S, WINDOW_S = 10.0, 40.0, 10.0
-"""Clients join one after another; after the warm-up all are there."""
+"""Clients join one after another; all are there after the warm-up."""
 REQUEST_S = 900.0
-"""A request that takes longer hangs."""
+"""A request that takes longer counts as hung."""
 BASELINE_S = 10.0
 COUNTERS = ("hackkv_swap_out_total", "hackkv_swap_in_total", "hackkv_swapped_seconds_total")
 
 
 @dataclass(slots=True)
 class Run:
-    """What one cluster did."""
+    """The measurements of one cluster."""
 
     windows: list[float] = field(default_factory=list)
-    """Tokens per second that the decode node generated, window by window."""
+    """Tokens per second of the decode node, window by window."""
     batches: list[int] = field(default_factory=list)
-    """Sequences in a step, looked at once a second."""
+    """Sequences in a step, read once a second."""
     decode_cores: float = 0.0
-    """CPU seconds of the decode node per second."""
+    """Processor seconds of the decode node per second."""
     outputs: dict[int, list[int]] = field(default_factory=dict)
     """Number of the request -> its tokens."""
     served: int = 0
@@ -46,12 +46,12 @@ class Run:
     counters: dict[str, float] = field(default_factory=dict)
     recomputed_tokens: float = 0.0
     dead: list[str] = field(default_factory=list)
-    """Processes that ended."""
+    """Names of the processes that ended."""
 
     async def serve(
         self, url: str, work: Sequence[Job], order: Iterator[int], stop: asyncio.Event, begin_s: float
     ) -> None:
-        """One client: after `begin_s` it sends one request after another, and reads each to its end."""
+        """Be one client: after `begin_s`, send one request after another and read each answer to its end."""
         await asyncio.sleep(begin_s)
         while not stop.is_set():
             index, began = next(order), perf_counter()
@@ -76,9 +76,9 @@ class Run:
 
 
 def plan(model: str, codec: str, memory: Memory) -> ClusterPlan:
-    """One prefill and one decode node, one compute thread each."""
+    """The plan of one prefill and one decode node with one compute thread each."""
     worker = {"model": {"path": model, "dtype": "float32", "threads": 1}, "codec": {"name": codec, "allow_loss": True}}
-    # The test is about memory: a busy machine must not cost a node its lease, and at this load requests wait long.
+    # The test is about memory. A busy machine must not cost a node its lease, and at this load requests wait long.
     waits = dict.fromkeys(("queue_s", "prefill_s", "landed_s", "swapped_s"), REQUEST_S)
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model, "lease_ttl_s": 10.0, "deadlines": waits}
     decode = {"kv_bytes": memory.pages * memory.page_bytes, "max_sequences": memory.slots, "max_batch": MAX_BATCH}
@@ -86,7 +86,7 @@ def plan(model: str, codec: str, memory: Memory) -> ClusterPlan:
 
 
 async def run(plan: ClusterPlan, work: Sequence[Job], seconds: float, window_done: Callable[[], None]) -> Run:
-    """Load a cluster, measure once all clients are there, let every request end, and check that nothing is held."""
+    """Load a cluster, measure while all clients are there, let every request end, and check that nothing is held."""
     result = Run()
     async with running(plan, lambda _: None) as cluster:
         stop, order = asyncio.Event(), cycle(range(len(work)))
@@ -141,12 +141,12 @@ async def _settle(cluster: LocalCluster, result: Run) -> None:
 
 
 def windows(seconds: float) -> int:
-    """Number of windows in so many seconds."""
+    """Number of windows in `seconds`."""
     return max(1, round(seconds / WINDOW_S))
 
 
 async def _decode(cluster: LocalCluster) -> NodeInfo:
-    """What the decode node says of itself, however busy the machine is."""
+    """The decode node's report. A busy node is asked again until it answers."""
     while True:
         with contextlib.suppress(DeadlineExceeded):
             (info,) = [info for info in await describe(cluster) if info.role is Role.DECODE]

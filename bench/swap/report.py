@@ -1,4 +1,4 @@
-"""What three runs showed: the verdict, and the section of docs/reliability.md."""
+"""The verdict on three runs, and the section of docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Result:
     commit: str
     memory: dict[str, Memory]
     ample_tokens_per_s: list[float]
-    """Mean before, mean after."""
+    """Means (before, after)."""
     tight_tokens_per_s: float
     windows: dict[str, list[float]]
-    """Tokens per second, ten seconds at a time."""
+    """Tokens per second in windows of ten seconds."""
     mean_batch: dict[str, float]
     decode_cores: dict[str, float]
     requests: dict[str, int]
     slowest_s: dict[str, float]
     swaps: dict[str, float]
-    """Of the tight node."""
+    """The swap counters of the tight node."""
     ample_swaps: float
     compared_outputs: int
     different_outputs: int
@@ -50,7 +50,7 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """All that the issue asks for."""
+        """Whether nothing failed, all outputs were equal, the tight node swapped, and it reached `WANTED`."""
         right = not (self.failures or self.different_outputs or self.recomputed_tokens or self.dead)
         compared = self.compared_outputs > 0 and self.swaps["hackkv_swap_out_total"] > 0
         return right and compared and self.ratio >= WANTED
@@ -59,7 +59,7 @@ class Result:
 def judge(
     before: Run, tight: Run, after: Run, memory: dict[str, Memory], codec: str, seconds: float, where: tuple[str, str]
 ) -> Result:
-    """Compare the tight run with the two beside it."""
+    """Compare the tight run with the two ample ones."""
     runs: Sequence[Run] = (before, tight, after)
     undisturbed = {**after.outputs, **before.outputs}
     common = undisturbed.keys() & tight.outputs.keys()
@@ -89,12 +89,12 @@ def judge(
 
 
 def record(result: Result) -> dict[str, Any]:
-    """The result as JSON has it."""
+    """The result as fields for JSON."""
     return {**asdict(result), "ratio": result.ratio, "holds": result.holds}
 
 
 def save(result: Result, folder: Path) -> None:
-    """Write it to the record and the page."""
+    """Write the result to the record and the page."""
     write_section(folder, SECTION, section(result), record(result), page="reliability")
 
 

@@ -1,4 +1,4 @@
-"""Requests, and the memory that they want of a decode node."""
+"""Requests, and the memory that they need on a decode node."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from hackkv.types import KvLayout, KvShape
 
 MODEL = Tiny(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=128, ffn=768, max_context=1024)
 SHAPE = KvShape(MODEL.layers, MODEL.kv_heads, MODEL.head_dim)
-"""Large enough that a step computes rather than starts operators: a batch of 90 saturates one core."""
+"""The model is so large that a step mostly computes, rather than starts operators: a batch of 90 saturates one core."""
 MAX_BATCH = 256
 LOAD = 3
-"""Requests under way at any time, over the largest batch."""
+"""Requests under way at any time, as a multiple of the largest batch."""
 SHARE = 0.1
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 160), (64, 384)
 REQUESTS = 600
-"""Different requests. Clients repeat them in a cycle."""
+"""Number of different requests. Clients repeat them in a cycle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request, as HTTP has it."""
+    """One request."""
 
     prompt: tuple[int, ...]
     output: int
@@ -43,14 +43,14 @@ class Job:
         return len(self.prompt) + self.output - 1
 
     def body(self) -> bytes:
-        """The body of the HTTP request. Every second request samples, the others are greedy."""
+        """The body of the HTTP request. Every second request samples; the others are greedy."""
         chosen = {"temperature": 0.8 * (self.seed % 2), "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
         return json.dumps({"prompt": self.prompt, "max_tokens": self.output, **chosen}).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a decode node has: sealed pages, and slots, each of them an open FP16 page per layer and KV head."""
+    """Memory of a decode node: sealed pages, and slots. A slot is an open FP16 page per layer and KV head."""
 
     pages: int
     slots: int
@@ -59,12 +59,12 @@ class Memory:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.pages * self.page_bytes + self.slots * self.slot_bytes
 
 
 def jobs(seed: int) -> list[Job]:
-    """The requests."""
+    """The requests of a run; equal seeds give equal requests."""
     rng = random.Random(seed)
     return [
         Job(tuple(rng.randrange(3, 500) for _ in range(rng.randint(*PROMPT_TOKENS))), rng.randint(*OUTPUT_TOKENS), i)

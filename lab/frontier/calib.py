@@ -1,4 +1,4 @@
-"""Second moments of q, k and v per layer and KV head from calibration text, and of V's use from the weights alone."""
+"""Second moments of q, k and v per layer and KV head from calibration text, and the weight of V's errors in W_o."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOWS: Final = 4
 
 @dataclass(frozen=True)
 class Moments:
-    """All [layers, Hkv, D, D] but the means, [layers, Hkv, D]; k and q as they are after RoPE."""
+    """All are [layers, Hkv, D, D], except the means, [layers, Hkv, D]. k and q are those after RoPE."""
 
     qq: Tensor
     """E[q q^T] over the query heads of the group."""
@@ -35,9 +35,9 @@ class Moments:
 
 
 def spread_positions(x: Tensor, at: Tensor, cos_sin: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """Mean [H, D] and second moment [H, D, D] that rows [H, T, D] had if each stood at every position below `reach`.
+    """Mean [H, D] and second moment [H, D, D] of rows [H, T, D] as if each stood at every position below `reach`.
 
-    The rows are those after RoPE at positions `at` [T]; every seventh position stands for all.
+    The rows are those after RoPE at positions `at` [T]. One in `POSITION_STEP` positions stands for all.
     """
     x = rotated_back(x.transpose(0, 1).double(), cos_sin[at]).transpose(0, 1)
     cos, sin = cos_sin[:reach:POSITION_STEP].double().chunk(2, -1)
@@ -46,14 +46,14 @@ def spread_positions(x: Tensor, at: Tensor, cos_sin: Tensor, reach: int) -> tupl
 
 
 def own_positions(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean [H, D] and second moment [H, D, D] of rows [H, T, D] as they are."""
+    """Mean [H, D] and second moment [H, D, D] of rows [H, T, D] at their own positions."""
     return x.mean(1), x.mT @ x / x.shape[1]
 
 
 def gather(model: Model, windows: list[Tensor], reach: int) -> Moments:
-    """Means and moments; the first page of a window is left out, as a sink is.
+    """Means and moments. The first page of each window is left out, since it holds attention sinks.
 
-    `reach` as in `spread_positions`; 0 leaves the rows at their own positions.
+    `reach` is as in `spread_positions`; 0 leaves the rows at their own positions.
     """
     rows: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in model.layers]
 
@@ -82,17 +82,17 @@ def gather(model: Model, windows: list[Tensor], reach: int) -> Moments:
 
 
 def about_mean(mean: Tensor, second: Tensor) -> Tensor:
-    """The covariance [H, D, D]."""
+    """Covariance [H, D, D] from a mean and a second moment."""
     return second - mean[:, :, None] * mean[:, None]
 
 
 def moments(model: Model, reach: int, cache: Path) -> Moments:
-    """`gather` of the calibration's text, kept in the folder `cache`."""
+    """`gather` on the calibration text, cached in the folder `cache`."""
     windows = calibration(model.ids, WINDOWS)
     file = cache / f"moments-{reach}-{digest(windows)}.safetensors"
     return Moments(**cached(file, lambda: vars(gather(model, windows, reach))))
 
 
 def both(model: Model, cache: Path) -> tuple[Moments, Moments]:
-    """Of the windows' own positions, and of every position of the context."""
+    """Moments at the windows' own positions, and at every position of the context."""
     return moments(model, 0, cache), moments(model, CONTEXT, cache)

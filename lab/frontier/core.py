@@ -25,12 +25,12 @@ CHUNK: Final = 256
 """Tokens whose logits are compared at a time."""
 
 Watch = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Gets layer, q [Hq, T, D], k and v [Hkv, T, D]; q and k are rotated."""
+"""Called with layer, q [Hq, T, D], k and v [Hkv, T, D]; q and k are rotated."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a kernel rounds besides: queries in the basis of the codes to int8, weights to 0..127 per page and query."""
+    """What a kernel also rounds: queries, in the basis of the codes, to int8; weights to 0..127 per page and query."""
 
     k: Tok
     v: Tok
@@ -38,7 +38,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Kv:
-    """A format: K and V (None: FP16), which pages are exact, and the rounding of q and P (None: not rounded)."""
+    """A format: K and V (None: FP16), the pages that stay exact, and the rounding of q and P (None: not rounded)."""
 
     name: str
     k: Quantizer | None
@@ -48,7 +48,7 @@ class Kv:
     rounding: Rounding | None = None
 
     def token_bytes(self, layers: int, dim: int) -> float:
-        """Per token and KV head, the mean of all layers; exact pages are not counted. FP16 is 4 * dim."""
+        """Bytes per token and KV head, mean over the layers, without exact pages. FP16 has 4 * dim."""
         rows = (
             side.row_bytes(i, dim) if side else FP16_BYTES * dim for side in (self.k, self.v) for i in range(layers)
         )
@@ -56,7 +56,7 @@ class Kv:
 
 
 class Model:
-    """The forward pass; `layers` holds plain tensors. Raises `CheckpointError` where SmolLM2 is not installed."""
+    """The forward pass; `layers` holds plain tensors. Raises `CheckpointError` if SmolLM2 is not installed."""
 
     def __init__(self) -> None:
         file = smollm2()
@@ -94,7 +94,7 @@ class Model:
 
 
 def layer_of(w: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The weights of a layer, those of one input joined."""
+    """The weights of a layer; matrices with the same input are joined."""
     return {
         "in": w[f"{prefix}input_layernorm.weight"],
         "qkv": torch.cat([w[f"{prefix}self_attn.{x}_proj.weight"] for x in "qkv"]),
@@ -118,7 +118,7 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kv: Kv) -> Tensor:
-    """[T, Hq * D] of q [Hq, T, D] and k, v [Hkv, T, D], causal, by the open-page rule."""
+    """Causal attention [T, Hq * D] by the open-page rule, for q [Hq, T, D] and k, v [Hkv, T, D]."""
     hq, t, d = q.shape
     q = q.view(k.shape[0], -1, t, d) / math.sqrt(d)
     kq, vq = kv.k(layer, k) if kv.k else k, kv.v(layer, v) if kv.v else v
@@ -144,14 +144,14 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kv: Kv) -> Tensor:
 
 
 def rounded_queries(layer: int, q: Tensor, k: Tok) -> Tensor:
-    """q [Hkv, group, T, D] as its int8 codes in the basis of K's codes leave it, rotated back."""
+    """q [Hkv, group, T, D] after coding to int8 in the basis of K's codes, rotated back."""
     coded = q @ k.back[layer].mT[:, None]
     step = coded.abs().amax(-1, keepdim=True) / 127
     return (coded / step).round() * step @ k.to[layer].mT[:, None]
 
 
 def rounded_weights(weights: Tensor, scales: Tensor) -> Tensor:
-    """Weights [..., N * PAGE] as their codes 0..127, one step per page and query, leave them with V's scales folded."""
+    """Weights [..., N * PAGE] after coding to 0..127 with V's scales folded in, one step per page and query."""
     folded = (weights * scales).unflatten(-1, (-1, PAGE))
     step = folded.amax(-1, keepdim=True).clamp_min(1e-30) / 127
     return torch.flatten((folded / step).round() * step, -2) / scales

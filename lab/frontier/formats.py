@@ -1,7 +1,7 @@
-"""The formats tried, by name.
+"""The formats that were tried, by name.
 
-`K3V2-r2` has 3 bits for K and 2 for V, and 2 recent pages. Where `S-` stands before it, the constants are of all
-positions of the context, else of those of the calibration's windows. In `a/b` only the side that is not `exact` is
+`K3V2-r2` has 3 bits for K and 2 for V, and 2 recent pages. With the prefix `S-` the constants are moments at all
+positions of the context, else at those of the calibration windows. In `a/b` only the side that is not `exact` is
 quantized. `-int8` rounds q and P as a kernel does.
 """
 
@@ -19,7 +19,7 @@ from lab.frontier.lattice import Vectors, d4, e8
 from lab.frontier.quant import Channel, Components, OnLayers, Tok, hadamard, power, upper
 
 PAIRS = ((2, 2), (3, 2), (3, 3), (4, 3), (4, 4))
-"""Bits of K and V."""
+"""(bits of K, bits of V)"""
 LOUD_KEYS = frozenset((7, 8, 20, 23))
 """Layers of SmolLM2 whose attention suffers most from K at 2 bits (`lab.frontier.proxy`, window `data`)."""
 
@@ -39,7 +39,7 @@ class Basis:
 
 
 def basis(kk: Tensor, qq: Tensor, mean: Tensor, alpha: float = 0.5, damp: float = 0.1) -> Basis:
-    """Covariance to the power -alpha / 2, then Hadamard; feedback by the metric `qq` as it is there."""
+    """Covariance to the power -alpha / 2, then Hadamard; feedback by the metric `qq` in this basis."""
     to = power(kk, -alpha / 2) @ hadamard(kk.shape[-1])
     back = torch.linalg.inv(to)
     return Basis(to, back, mean, upper(back @ qq @ back.mT, damp))
@@ -51,7 +51,7 @@ def rotated(bits: int | list[int], dim: int, mean: Tensor | None = None) -> Tok:
 
 
 def components(kk: Tensor, qq: Tensor, mean: Tensor, count: int, bits: int) -> Components:
-    """`count` principal components of rows of covariance `kk`, and the rest as `basis` has it."""
+    """The first `count` principal components of rows of covariance `kk`; the rest is coded in `basis`."""
     u = torch.linalg.eigh(kk).eigenvectors[..., -count:]
     without = torch.eye(kk.shape[-1]) - u @ u.mT
     rest = basis(without @ kk @ without, qq, mean).tok(bits, passes=REFITS)
@@ -59,7 +59,7 @@ def components(kk: Tensor, qq: Tensor, mean: Tensor, count: int, bits: int) -> C
 
 
 def formats(own: Moments, every: Moments) -> list[Kv]:
-    """All of them; `own`: moments at the windows' own positions, `every`: at every position of the context."""
+    """All formats. `own`: moments at the windows' own positions; `every`: at every position of the context."""
     found = [*keys_alone(own), *values_alone(own), *simple(own), *pairs("", own), *pairs("S-", every), *mixed(every)]
     return [*found, *sealed(every), *vectors(every)]
 
@@ -96,7 +96,7 @@ def values_alone(c: Moments) -> list[Kv]:
 
 
 def simple(c: Moments) -> list[Kv]:
-    """Both sides, without feedback in K, or with two refits of the scale."""
+    """Both sides quantized: K without feedback, or with two refits of the scale."""
     d = c.kk.shape[-1]
     v2 = rotated(2, d)
     out = [Kv("chan3/rot2", Channel(3), v2), Kv("rot2/rot2", rotated(2, d), v2)]
@@ -120,7 +120,7 @@ def pairs(prefix: str, c: Moments) -> list[Kv]:
 
 
 def mixed(c: Moments) -> list[Kv]:
-    """As `pairs`, with a bit more in some layers."""
+    """The formats of `pairs` with one more bit in some layers."""
     layers, d = c.kk.shape[0], c.kk.shape[-1]
     k = basis(c.kk, c.qq, c.k_mean)
     loud = [3 if i in LOUD_KEYS else 2 for i in range(layers)]
@@ -132,9 +132,9 @@ def mixed(c: Moments) -> list[Kv]:
 
 
 def sealed(c: Moments) -> list[Kv]:
-    """K as the codecs `rot-*` seal it; with scales in FP8 (`fp8-`); from a row's rms without least squares, but for the
-    refit under feedback (`rms-`); as before scales were refitted (`unfit-`). `plain-` has no feedback, and K by channel
-    (`chan-`) none either."""
+    """K sealed as by the codecs `rot-*`, and variants. `fp8-` has scales in FP8. `rms-` takes the scale from a row's
+    rms without least squares, except for the refit under feedback. `unfit-` does not refit scales. `plain-` and K by
+    channel (`chan-`) have no feedback."""
     b, d = basis(c.kk, c.qq, c.k_mean), c.kk.shape[-1]
     out = []
     for k_bits, v_bits in PAIRS:
@@ -154,7 +154,7 @@ def sealed(c: Moments) -> list[Kv]:
 
 
 def vectors(c: Moments) -> list[Kv]:
-    """2 bits as `rot-K2V2-r2`, with codes of vectors, or with principal components of K apart."""
+    """2 bits as in `rot-K2V2-r2`, with codes of vectors, or with separate principal components of K."""
     b, d = basis(c.kk, c.qq, c.k_mean), c.kk.shape[-1]
     h, out = hadamard(d), list[Kv]()
     for name, lattice in (("d4", d4()), ("e8", e8())):
@@ -166,6 +166,6 @@ def vectors(c: Moments) -> list[Kv]:
 
 
 def rounded_too(kv: Kv, k: Tok, v: Tok) -> list[Kv]:
-    """The format with these sides, and the same with q and P rounded."""
+    """The format with these sides, and a copy with q and P rounded."""
     plain = replace(kv, k=k, v=v)
     return [plain, replace(plain, name=f"{kv.name}-int8", rounding=Rounding(k, v))]

@@ -1,9 +1,9 @@
-"""Codes of vectors: points of a lattice in place of a level for each channel, at the same bits.
+"""Codes of vectors: points of a lattice instead of one level per channel, at the same bits.
 
-Points are half or quarter integers, so products with them stay integer products once a code has been looked up. A point
-is a pattern of magnitudes with signs; of the signs of a pattern every second choice belongs to the lattice.
+Points are half or quarter integers, so products with looked-up points stay integer products. A point is a pattern of
+magnitudes with signs. Half of the sign choices of a pattern belong to the lattice.
 
-python -m lab.frontier.lattice: what levels and points at 2 bits lose of rows of normal values.
+python -m lab.frontier.lattice: prints the errors of levels and of points at 2 bits, for rows of normal values.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import Tensor
 from lab.frontier.quant import FITS, FP16_BYTES, Quantizer, Tok, quotient
 
 CHUNK: Final = 1 << 12
-"""Vectors that look for their point at a time."""
+"""Number of vectors that are coded at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lattice:
-    """The points nearest the origin: patterns with signs whose sum is even, each moved by a shift."""
+    """The points nearest the origin: patterns with all signs that make their sum even, each moved by a shift."""
 
     patterns: Tensor
-    """[P, n], of 1/2, 3/2, 5/2."""
+    """[P, n], of values 1/2, 3/2, 5/2."""
     shifts: tuple[float, ...]
 
     @property
     def bits(self) -> float:
-        """Bits of a code, for each channel."""
+        """Bits of a code per channel."""
         patterns, n = self.patterns.shape
         return (math.log2(patterns * len(self.shifts)) + n - 1) / n
 
@@ -47,7 +47,7 @@ class Lattice:
         return points[closest, torch.arange(len(x))]
 
     def _unshifted(self, x: Tensor) -> Tensor:
-        """The nearest point without a shift. Signs are those of x; where their sum is odd, the cheapest one turns."""
+        """The nearest point without a shift. Signs are those of x; if their sum is odd, the cheapest sign turns."""
         size = x.abs()
         # A sign changes the sum by twice a half integer, so by an odd number.
         odd = (self.patterns.sum(-1) + (x < 0).sum(-1, keepdim=True)) % 2
@@ -71,7 +71,7 @@ def d4() -> Lattice:
 def e8() -> Lattice:
     """E8 as QuIP# packs it (arXiv:2402.04396): 256 patterns of 128 points, and a shift by a quarter; 2 bits a channel.
 
-    Where patterns of one norm are more than fit, those that come first stay, not those that QuIP# chose.
+    If more patterns of one norm exist than fit, the first ones stay, not those that QuIP# chose.
     """
     return Lattice(_least_patterns(8, 256), (-0.25, 0.25))
 
@@ -83,7 +83,7 @@ def _least_patterns(n: int, count: int) -> Tensor:
 
 @cache
 def step(lattice: Lattice) -> float:
-    """The scale with which the lattice loses least of normal variables of variance 1, to 0.02."""
+    """The scale, to 0.02, with which the lattice loses least on normal variables of variance 1."""
     n = lattice.patterns.shape[1]
     x = torch.randn(CHUNK, n, generator=torch.Generator().manual_seed(0))
     losses: dict[float, float] = {
@@ -94,7 +94,7 @@ def step(lattice: Lattice) -> float:
 
 @dataclass(frozen=True)
 class Vectors:
-    """As `Tok`, with the points of a lattice for levels, n channels at a time."""
+    """A `Tok` with points of a lattice in place of levels, n channels at a time."""
 
     lattice: Lattice
     to: Tensor

@@ -1,6 +1,7 @@
 """python -m lab.frontier.proxy: a fast stand-in, the KL of attention itself when only K is quantized, by layer.
 
-Inputs of every layer are exact. Queries are 256 of the second half; they see one sink page and one recent page exactly.
+Inputs of every layer are exact. 256 queries of the second half are sampled; each sees one sink page and one recent page
+exactly.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def rows_of(model: Model, ids: Tensor, at: Tensor) -> dict[str, Tensor]:
 
 
 def variants(own: Moments, every: Moments, bits: int) -> Mapping[str, Quantizer]:
-    """What was varied, by name."""
+    """Name -> the variant of the quantizer."""
     second = every.kk + every.k_mean[..., None] * every.k_mean[..., None, :]
     found: dict[str, Quantizer] = {"rotated": rotated(bits, every.kk.shape[-1]), "channel": Channel(bits)}
     full = basis(every.kk, every.qq, every.k_mean).tok(bits)
@@ -87,7 +88,7 @@ def variants(own: Moments, every: Moments, bits: int) -> Mapping[str, Quantizer]
 
 
 def vectors(every: Moments) -> dict[str, Quantizer]:
-    """Codes of vectors, with and without feedback, and components apart."""
+    """Codes of vectors, with and without feedback, and separate principal components."""
     b = basis(every.kk, every.qq, every.k_mean)
     found = dict[str, Quantizer]()
     for name, lattice in (("D4", d4()), ("E8", e8())):

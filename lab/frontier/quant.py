@@ -1,6 +1,6 @@
 """Quantizers of rows: a basis, levels ±1/2, ±3/2, ... times a scale per token, and feedback of errors inside a row.
 
-They are "fake": floats go in, and the floats come out that an integer kernel would compute with.
+They are "fake": floats go in, and the floats that an integer kernel would compute with come out.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from hackkv.codecs import hadamard as exact
 
 PAGE: Final = 64
 STEP: Final = {2: 0.9957, 3: 0.586, 4: 0.3352}
-"""Distance of levels that loses least of a normal variable of variance 1, by bits."""
+"""Bits -> distance of levels that loses least on a normal variable of variance 1."""
 FITS: Final = 3
 FP16_BYTES: Final = 2
 
 
 class Quantizer(Protocol):
-    """What a format does to K or V."""
+    """The effect of a format on K or V."""
 
     def __call__(self, layer: int, rows: Tensor) -> Tensor:
-        """Rows [Hkv, T, D] of a layer as they are after the cache; T is a multiple of the page."""
+        """Rows [Hkv, T, D] of a layer after coding and decoding; T is a multiple of the page."""
         ...
 
     def row_bytes(self, layer: int, dim: int) -> float:
-        """Bytes of a row of one KV head, codes and scales."""
+        """Bytes of the codes and scales of a row of one KV head."""
         ...
 
 
 @dataclass(frozen=True)
 class Tok:
-    """Rows in a basis, one FP16 scale per token: y = (x - mean) @ to, and x is about mean + y' @ back."""
+    """Rows in a basis, one FP16 scale per token: y = (x - mean) @ to, and x is nearly mean + y' @ back."""
 
     bits: int | Sequence[int]
-    """One for all, or one per layer."""
+    """One number for all layers, or one per layer."""
     to: Tensor
     """[layers, Hkv, D, D] or [D, D]"""
     back: Tensor
-    """Its inverse."""
+    """The inverse of `to`."""
     mean: Tensor | None = None
     """[layers, Hkv, D]"""
     feedback: Tensor | None = None
     """R of H = R^T R, upper triangular, [layers, Hkv, D, D]: codes are chosen to make e^T H e small."""
     passes: int = 4
-    """Refits of the scale under feedback."""
+    """Number of refits of the scale under feedback."""
     stretch: float = 1.0
-    """What a scale is multiplied by before the first codes under feedback."""
+    """Factor of the scale before the first codes under feedback."""
     fp8_scale: bool = False
     fits: int = FITS
-    """Of the scale by least squares, after it began with the row's rms and before feedback."""
+    """Number of least-squares fits of the scale, which start from the row's rms, before feedback."""
     sweeps: int = 0
-    """Of coordinate descent after the feedback."""
+    """Number of sweeps of coordinate descent after the feedback."""
 
     def __call__(self, layer: int, rows: Tensor) -> Tensor:
         """See `Quantizer`."""
@@ -94,7 +94,7 @@ class Tok:
 
 @dataclass(frozen=True)
 class Components:
-    """The first principal components of rows apart, in 8 bits; the rest as a `Tok` of a covariance without them."""
+    """The first principal components of rows in 8 bits; the rest as a `Tok` of a covariance without them."""
 
     directions: Tensor
     """[layers, Hkv, D, r], orthonormal."""
@@ -151,7 +151,7 @@ class OnLayers:
 
 
 def hadamard(dim: int) -> Tensor:
-    """[dim, dim] float32, orthonormal."""
+    """Orthonormal Hadamard matrix, float32 [dim, dim]."""
     return exact.hadamard(dim).float()
 
 
@@ -162,12 +162,12 @@ def nearest(x: Tensor, bits: int) -> Tensor:
 
 
 def quotient(levels: Tensor, y: Tensor) -> Tensor:
-    """The scale [..., 1] with which `levels` are closest to `y`."""
+    """The scale [..., 1] at which `levels` are closest to `y`."""
     return ((levels * y).sum(-1, keepdim=True) / levels.pow(2).sum(-1, keepdim=True)).clamp_min(1e-8)
 
 
 def fit(y: Tensor, bits: int, fits: int = FITS) -> Tensor:
-    """The scale per row, [..., 1], from its rms by least squares."""
+    """The scale per row, [..., 1]: from the rms, then `fits` steps of least squares."""
     s = y.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-8) * STEP[bits]
     for _ in range(fits):
         s = quotient(nearest(y / s, bits), y)
@@ -207,7 +207,7 @@ def descend(y: Tensor, levels: Tensor, r: Tensor, bits: int, sweeps: int) -> Ten
 
 
 def upper(h: Tensor, damp: float) -> Tensor:
-    """R, upper triangular, of H + damp * its mean diagonal = R^T R."""
+    """R, upper triangular, with R^T R = H + damp * its mean diagonal."""
     eye = torch.eye(h.shape[-1]) * h.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     root: Tensor = torch.linalg.cholesky(h + damp * eye, upper=True)
     return root

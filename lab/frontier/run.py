@@ -24,7 +24,7 @@ from lab.frontier.texts import SCORED
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Score."""
+    """Score the chosen formats."""
     args = _arguments(arguments)
     torch.set_num_threads(args.threads)
     results: Path = args.results or args.cache / "results.jsonl"

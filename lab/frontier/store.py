@@ -1,4 +1,4 @@
-"""Tensors that take long to make, kept in a folder of the user's cache. It may be deleted at any time."""
+"""Tensors that take long to make, cached in a folder of the user's cache. It may be deleted at any time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
-    """The option --cache."""
+    """Add the option --cache."""
     folder = user_cache_path("hackkv") / "frontier"
     parser.add_argument("--cache", type=Path, default=folder, metavar="DIR", help=f"default: {folder}")
 
@@ -27,7 +27,7 @@ def digest(windows: Iterable[Tensor]) -> str:
 
 
 def cached(file: Path, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of `file`; it is made if there is none, and seen complete or not at all."""
+    """The tensors of `file`, which is made if it is missing. Other processes see it complete or not at all."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")

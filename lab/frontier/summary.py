@@ -10,11 +10,11 @@ from typing import Any, Final
 
 KEPT: Final = Path(__file__).with_name("results.jsonl")
 FP16_BYTES: Final = 256
-"""Per token and KV head of SmolLM2, K and V."""
+"""Bytes of K and V per token and KV head of SmolLM2."""
 
 
 def table(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Lines, by window and bytes. A format that leaves K or V exact has no share of bytes."""
+    """Lines of the table, by window and bytes. A format that leaves K or V exact has no share of bytes."""
     lines = ["| format | window | tokens | bytes | KL | perplexity | top-1 |", "|---|---|---|---|---|---|---|"]
     for r in sorted(records, key=lambda r: (r["window"], r["bytes"], r["format"])):
         size = "-" if "exact" in r["format"] else f"{100 * r['bytes'] / FP16_BYTES:.1f}%"

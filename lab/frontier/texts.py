@@ -1,4 +1,4 @@
-"""Windows of text: the scored ones are held out, the calibration's are files that no trainer of ours holds out."""
+"""Windows of text: scored windows are held out; calibration windows are files that no trainer of ours holds out."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Encode = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Window:
-    """The first `tokens` of a held-out file from character `start` on."""
+    """The first `tokens` tokens of a held-out file from character `start` on."""
 
     file: str
     start: int
     tokens: int
 
     def ids(self, encode: Encode) -> Tensor:
-        """int64 [tokens]"""
+        """Token ids, int64 [tokens]."""
         text = next(document.text for document in held_out(SHIPPED).documents if document.name == self.file)
         return encode(text[self.start :])[: self.tokens]
 

@@ -1,1 +1,1 @@
-"""The GPU kernels' rivals, and what their machine code says."""
+"""Rivals of the GPU kernels, and reports on the machine code of all."""

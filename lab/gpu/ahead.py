@@ -2,7 +2,7 @@
 
     TRITON_CACHE_DIR=cache python -m lab.gpu.ahead smollm2 --arch 90 --codec rot-k3v2
 
-The cache counts on machines with the same Triton, to the byte of its files. Nothing is launched.
+The cache is valid on machines with the same Triton, to the byte of its files. Nothing is launched.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ WARP: Final = 32
 
 
 class Absent(DriverBase):  # type: ignore[misc]
-    """A GPU of an architecture, as far as Triton's compiler asks."""
+    """A GPU of some architecture, with the answers that Triton's compiler asks for."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, WARP)
 
     @classmethod
     def is_active(cls) -> bool:
-        """It is chosen by name."""
+        """False: this driver is set, not detected."""
         return False
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        """Nothing is launched."""
+        """Not available: nothing is launched."""
         raise NotImplementedError(ty)
 
     def get_current_target(self) -> GPUTarget:
-        """The architecture."""
+        """The architecture to compile for."""
         return self._target
 
     def get_current_device(self) -> int:
-        """A number of its own for each architecture: Triton remembers by device what it has compiled."""
+        """A number that differs by architecture: Triton remembers by device what it has compiled."""
         return int(self._target.arch)
 
     def get_current_stream(self, device: int) -> int:
-        """Of a device that runs nothing."""
+        """A stream of a device that runs nothing."""
         return device
 
     def get_active_torch_device(self) -> Any:
-        """There is none."""
+        """Not available: there is no device."""
         raise NotImplementedError
 
     def get_benchmarker(self) -> Any:
-        """There is nothing to time."""
+        """Not available: there is nothing to time."""
         raise NotImplementedError
 
 
 @contextmanager
 def compiling_for(arch: int) -> Iterator[list[Any]]:
-    """In the block a launch compiles its kernel, and its output is zeros. Yields what was compiled or found in the
-    cache, in the order of launches."""
+    """While the context is open, a launch only compiles its kernel, and its output is zeros. Yields the kernels that
+    were compiled or found in the cache, in the order of launches."""
     compiled = list[Any]()
 
     def compile_only(launch: Launch) -> None:
@@ -87,7 +87,7 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
 
 
 def main() -> None:
-    """Warm up with weights and KV in host memory, and say how much there is."""
+    """Warm up with weights and KV in host memory, and print the number of kernels."""
     parser = argparse.ArgumentParser(prog="python -m lab.gpu.ahead", description=__doc__)
     parser.add_argument("model", nargs="?", default="", help="as `hackkv serve` takes it")
     parser.add_argument("--arch", type=int, default=90, help="compute capability without its point, such as 80 or 90")

@@ -22,8 +22,8 @@ from torch import Tensor
 
 @triton.jit
 def load_paired_tile(codes, index: tl.constexpr, W: tl.constexpr):
-    """Stored tile `index` of W pages, int8 [W, 16, 32], its columns in the order of `paired`: a lane's own bytes then
-    are operands of FP16 products, whose lanes hold pairs of columns 8 apart."""
+    """Stored tile `index` of W pages, int8 [W, 16, 32], with columns in the order of `paired`. In this order a lane's
+    own bytes are operands of FP16 products, whose lanes hold pairs of columns 8 apart."""
     packed = tl.load(codes[:, None] + (index * 512 + tl.arange(0, 512))[None, :])
     split = tl.reshape(
         packed.to(tl.int8, bitcast=True), (W, 8, 4, 2, 2, 2, 2)
@@ -41,7 +41,7 @@ def paired(column):
 def values(tile, scale, minimum, index: tl.constexpr, bits: tl.constexpr, W: tl.constexpr):
     """FP16 values [W, 16, 32] of the codes in bit field `index`; scale and minimum FP32 [W, 16].
 
-    A byte becomes FP16 by setting the exponent of 1024 above it; fused multiply-adds do the rest, in pairs.
+    A byte becomes FP16 by setting the exponent of 1024 above it. Fused multiply-adds do the rest, in pairs.
     """
     s = tl.broadcast_to(scale.to(tl.float16)[:, :, None], (W, 16, 32))
     m = tl.broadcast_to(minimum.to(tl.float16)[:, :, None], (W, 16, 32))
@@ -138,7 +138,7 @@ def add_values(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.const
     new_top = tl.maximum(top, page_top)
     kept = tl.exp2(top - new_top)
     weight = doubled(weight * kept[:, None, :], W, N)
-    base = tl.where(valid[:, None], new_top, -LOWEST)[:, None, :]  # pages that do not count get weights of 0
+    base = tl.where(valid[:, None], new_top, -LOWEST)[:, None, :]  # invalid pages get weights of 0
     ones = tl.full((W, 16, 32), 1.0, tl.float16)
     weights = ()
     for c in tl.static_range(token_tiles // 2):
@@ -158,7 +158,7 @@ def add_values(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.const
 
 
 def attn_decode_dequantized(fmt: HackFormat, pool: Pool, spans: Spans, q: Tensor, workspace: Workspace) -> Tensor:
-    """`decode.attn_decode` by way of FP16 values."""
+    """`decode.attn_decode` with codes dequantized to FP16 values."""
     check_records(fmt, pool.planes)
     q = rows_of_heads(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -1,4 +1,4 @@
-"""A launch by name, and what launches are made of: tensors without memory."""
+"""Named launches, and their parts: tensors without memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Example:
     name: str
     launch: Launch
     tokens: int = 0
-    """Tokens of one KV head that a warp handles in one iteration of the main loop; 0 where that means nothing."""
+    """Tokens of one KV head that a warp handles in one iteration of the main loop; 0 if the kernel has none."""
     code_bytes: int = 0
     """Bytes of codes that a program reads in one iteration of the main loop, or in total if it has no main loop."""
     int8: bool = False

@@ -60,13 +60,13 @@ def decode(fmt: HackFormat, group: int, batch: int = 1) -> Example:
 
 
 def dequantize(fmt: HackFormat, group: int) -> Example:
-    """The rival on the same pages."""
+    """The rival `dequantize` on the same pages as `decode`."""
     launch = dequantize_launch(fmt, pool_of(fmt, TOKENS), *one_step(fmt, group))
     return Example(f"dequantize {_name(fmt)} G={group}", launch, fmt.page_tokens, launch.warps * _code_bytes(fmt))
 
 
 def rows(fmt: HackFormat, group: int) -> Example:
-    """Pages of FP16 rows."""
+    """Decode over pages of FP16 rows."""
     shape = (TOKENS // fmt.page_tokens, KV_HEADS, fmt.page_tokens, fmt.head_dim)
     planes = {name: empty(*shape, dtype=torch.float16) for name in "kv"}
     launch = rows_launch(replace(pool_of(fmt, 0), planes=planes), *one_step(fmt, group))
@@ -75,7 +75,7 @@ def rows(fmt: HackFormat, group: int) -> Example:
 
 
 def floats(fmt: FloatFormat, group: int) -> tuple[Example, ...]:
-    """Every kernel for pages of small floating-point numbers; shapes are those of the others."""
+    """Every kernel for pages of small floating-point numbers; other shapes are as in `decode` and `seal`."""
     name = f"{fmt.element} {fmt.scaling} D={fmt.head_dim} Π={fmt.page_tokens}"
     planes = new_planar_pages(fmt, float_layout(fmt), TOKENS // fmt.page_tokens, KV_HEADS, torch.device("meta"))
     pool = replace(pool_of(HackFormat(fmt.head_dim, fmt.page_tokens), 0), planes=planes)
@@ -84,7 +84,7 @@ def floats(fmt: FloatFormat, group: int) -> tuple[Example, ...]:
 
 
 def groups(bits: int, head_dim: int, page_tokens: int, group: int) -> tuple[Example, ...]:
-    """Every kernel for pages of integer codes in groups of 32, as `floats`."""
+    """Every kernel for pages of integer codes in groups of 32; see `floats`."""
     fmt = GroupFormat(head_dim, Grouping(bits, 32, by_channel=True), Grouping(bits, 32), page_tokens)
     planes = new_planar_pages(fmt, group_layout(fmt), TOKENS // page_tokens, KV_HEADS, torch.device("meta"))
     pool = replace(pool_of(HackFormat(head_dim, page_tokens), 0), planes=planes)
@@ -118,7 +118,7 @@ def prefill(fmt: HackFormat, group: int) -> Example:
 
 
 def dense(head_dim: int, page_tokens: int, group: int) -> Example:
-    """A prompt of 2,048 tokens, BF16 queries, which reads dequantized pages."""
+    """A prompt of 2,048 tokens with BF16 queries, which reads dequantized pages."""
     rows, pages = 2**11, 2**11 // page_tokens
     k, v = (empty(rows, KV_HEADS, head_dim, dtype=torch.float16) for _ in range(2))
     q = empty(rows, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
@@ -138,7 +138,8 @@ def seal(fmt: HackFormat) -> Example:
 
 
 def exchange(fmt: HackFormat, *, installing: bool) -> Example:
-    """Pages of a prompt of 16K tokens from the wire, with sums to count if the format has them, or to the wire."""
+    """Pages of a prompt of 16K tokens, to the wire, or (`installing`) from it. An install counts sums if the format has
+    them."""
     count = 2**14 // fmt.page_tokens
     wire = {
         plane.name: empty(KV_HEADS, count, *plane.shape, dtype=plane.dtype)
@@ -152,7 +153,7 @@ def exchange(fmt: HackFormat, *, installing: bool) -> Example:
 
 
 def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
-    """Every kernel for pages of levels; shapes are those of the others."""
+    """Every kernel for pages of levels; other shapes are as in `decode`, `prefill` and `seal`."""
     name, tokens, count = _name(fmt), 2**14, 2**14 // fmt.page_tokens
     ids, pool = empty(count, dtype=torch.int64), pool_of(fmt, TOKENS)
     decoding, together = (level_decode_launch(fmt, pool, *one_step(fmt, group, batch)) for batch in (1, 32))
@@ -168,7 +169,7 @@ def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
     wire = {p.name: empty(KV_HEADS, count, *p.shape, dtype=p.dtype) for p in fmt.planes}
     moves = [level_exchange_launch(fmt, pool.planes, ids, wire, installing=installing) for installing in (True, False)]
     code_bytes = _code_bytes(fmt)
-    # Highest bits of V: 32 tokens of a channel are one word, so lanes move words and pairs of words.
+    # Highest bits of V: 32 tokens of a channel are one word, so lanes move single words and pairs of words.
     narrow = (fmt.v_bits == 3) * fmt.page_tokens * fmt.head_dim // 8
     return (
         Example(f"decode {name} G={group}", decoding, fmt.page_tokens, decoding.warps * code_bytes, int8=True),
@@ -182,7 +183,7 @@ def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
 
 
 def checksums() -> tuple[Example, ...]:
-    """What checks a parcel of 8 MiB where it has arrived."""
+    """The kernels that check a received parcel of 8 MiB."""
     with torch.device("meta"):
         data = torch.empty(8 << 20, dtype=torch.uint8)
         keys, out = torch.empty(40, dtype=torch.int64), torch.empty(8, dtype=torch.int64)
@@ -223,7 +224,7 @@ NUMBERS: Final = (
     (Element.E2M1, Scaling.POWER),
     (Element.E2M1, Scaling.TWOFOLD),
 )
-"""What codecs `fp8`, `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4` keep."""
+"""The formats of codecs `fp8`, `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4`."""
 FLOATS: Final = tuple(
     example
     for element, scaling in NUMBERS
@@ -282,7 +283,7 @@ KINDS: Final = (
     CHECKSUMS,
 )
 EXAMPLES: Final[tuple[Example, ...]] = tuple(itertools.chain(*KINDS))
-"""What the tool prints unless told otherwise; add a kernel's examples here."""
+"""The kernels that the tool prints by default; add a kernel's examples here."""
 
 
 def grid(head_dim: int, page_tokens: int, bits: int) -> tuple[Example, ...]:
@@ -312,7 +313,7 @@ GRID: Final = (
         for example in grid(d, pi, bits)
     ),
 )
-"""Every kernel at every size, for `--grid`; kernels that need most registers come first."""
+"""Every kernel at every size, for `--grid`. Kernels that need most registers come first."""
 
 CROWDED: Final = (decode(HackFormat(256, 128, 4, 4, arithmetic=Arithmetic.ASYMMETRIC), 8, 32), dense(256, 64, 4))
 """Kernels that are known to spill."""

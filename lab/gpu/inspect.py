@@ -1,4 +1,4 @@
-"""What every kernel costs, as a table, without a GPU: `python -m lab.gpu.inspect`.
+"""The cost of every kernel, as a table, without a GPU: `python -m lab.gpu.inspect`.
 
 Compiles kernels for every architecture with Triton's own assembler and prints registers, spills, matrix instructions,
 loads, and the instructions that a warp issues in the main loop. `machine_code.py` reads the machine code, `examples.py`
@@ -64,8 +64,8 @@ def kept(results: Path, pairs: Sequence[Pair]) -> Iterator[Report]:
 
 
 def read(pairs: Sequence[Pair], jobs: int) -> Iterator[tuple[list[Pair], list[Report] | str]]:
-    """Compile and read kernels in `jobs` processes, because Triton's compiler is for one thread. Yields reports, or the
-    reason of a failure, in the order of completion: architectures of one generation at a time."""
+    """Compile and read kernels in `jobs` processes, because Triton's compiler is for one thread. Yields, in the order
+    of completion, the pairs of one kernel and generation, and their reports or the reason of a failure."""
     tasks = [list(task) for _, task in itertools.groupby(pairs, lambda pair: (pair[0], generation(pair[1])))]
     with ProcessPoolExecutor(jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
         futures = {pool.submit(_read_task, task): task for task in tasks}
@@ -79,7 +79,7 @@ def read(pairs: Sequence[Pair], jobs: int) -> Iterator[tuple[list[Pair], list[Re
 def _read_task(task: list[Pair]) -> list[Report] | str:
     try:
         return inspect(NAMED[task[0][0]], [arch for _, arch in task])
-    except Exception as error:  # noqa: BLE001 - Triton raises what it likes; the others are still worth reading
+    except Exception as error:  # noqa: BLE001 - Triton raises any type; the other kernels are still worth reading
         return f"{type(error).__name__}: {error}"
 
 
@@ -136,7 +136,7 @@ def main() -> int:
 def _read_and_print(
     pairs: Sequence[Pair], reports: list[Report], results: TextIO, options: argparse.Namespace
 ) -> list[str]:
-    """Add the missing ones to `reports`. Returns the failures with their reasons; stops early at an interrupt."""
+    """Append missing reports to `reports`. Returns the failures with their reasons; stops early at an interrupt."""
     have = {(report.name, report.arch) for report in reports}
     left = [pair for pair in pairs if pair not in have]
     failures, done, begin = [], 0, time.monotonic()

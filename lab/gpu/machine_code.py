@@ -28,7 +28,7 @@ from lab.gpu.example import Example
 
 ARCHITECTURES: Final = (80, 86, 89, 90, 100)
 SPECIALIZED_DIVISOR: Final = 16
-"""Triton specializes a kernel for arguments that are multiples of this."""
+"""Triton specializes a kernel for arguments that are multiples of this number."""
 WARP_LOAD_BYTES: Final = 32 * 16
 """Bytes that a warp reads with one 16-byte load per lane."""
 TIMEOUT_S: Final = 300
@@ -58,7 +58,7 @@ class Report:
     """16-byte loads that a warp needs to read its share of the codes once; a lower bound of `loads_128`."""
     loads_128: int
     async_128: int
-    """Those among them that go to shared memory past registers."""
+    """The part of `loads_128` that goes to shared memory past registers."""
     loads_64: int
     loads_narrower: int
     barriers: int
@@ -72,9 +72,9 @@ def generation(arch: int) -> int:
 
 
 def intermediate_code(launch: Launch, arch: int) -> str:
-    """Triton's first intermediate code (TTIR), without line numbers: all that its later passes see of a kernel.
+    """Triton's first intermediate code (TTIR) without line numbers: all that its later passes see of a kernel.
 
-    A second of work where machine code takes minutes. Kernels whose intermediate code, options and Triton are equal
+    It takes a second, where machine code takes minutes. Kernels whose intermediate code, options and Triton are equal
     have equal machine code, wherever their source is and however it is written.
     """
     target = GPUTarget("cuda", arch, 32)
@@ -87,11 +87,11 @@ def intermediate_code(launch: Launch, arch: int) -> str:
 
 
 def _code_of(compiled: Any) -> str:
-    """`intermediate_code` of a compiled kernel, as Triton kept it: to make it once more takes up to seconds."""
+    """`intermediate_code` from the text that Triton kept in a compiled kernel: making it again takes up to seconds."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "kernel.ttir"
         kept.write_text(compiled.asm["ttir"])
-        context = _context(make_backend(compiled.metadata.target))  # has to outlive the module
+        context = _context(make_backend(compiled.metadata.target))  # must outlive the module
         return _constants_in_place(ir.parse_mlir_module(str(kept), context).str_nodebug())
 
 
@@ -103,7 +103,7 @@ def _context(backend: Any) -> Any:
 
 
 def _constants_in_place(code: str) -> str:
-    """`code` with constants inlined and other values renumbered: the order of constants makes no instruction."""
+    """`code` with constants inlined and other values renumbered: the order of constants affects no instruction."""
     names: dict[str, str] = {}
 
     def renamed(name: re.Match[str]) -> str:
@@ -119,7 +119,7 @@ def _constants_in_place(code: str) -> str:
 
 
 def fingerprint(launch: Launch, arch: int) -> str:
-    """A digest of all that the machine code depends on: intermediate code, options, Triton."""
+    """A digest of everything that determines the machine code: intermediate code, options, Triton."""
     return _digest(launch, arch, intermediate_code(launch, arch))
 
 
@@ -132,7 +132,7 @@ def compile_offline(launch: Launch, architectures: Sequence[int]) -> list[Any]:
     """Triton's compiled kernels, which it caches on disk. Needs no GPU; the architectures are of one generation.
 
     Most of the time goes into Triton's own passes, which depend on the generation alone. So they run for the first
-    architecture only. The others start from their result, which differs in nothing but the name of the target.
+    architecture only. The others start from its result, in which only the name of the target is replaced.
     """
     first, *others = architectures
     compiled = [triton.compile(_source(launch), target=GPUTarget("cuda", first, 32), options=launch.options)]
@@ -214,9 +214,9 @@ def parse(code: str) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def main_loop(instructions: Sequence[str], loops: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The innermost loop with most INT8 products, else with most products of any kind, else all of the code.
+    """The innermost loop with most INT8 products; without any, that with most products of any kind; else all code.
 
-    INT8 counts first, because the own page's FP16 products are narrower and so more numerous.
+    INT8 counts first, because the FP16 products of the own page are narrower and so more numerous.
     """
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
 

@@ -1,4 +1,4 @@
-"""Pages of codecs `rot-*`."""
+"""Page formats of the codecs `rot-*`."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Final
 from hack_kernels.window import Window
 
 PRESETS: Final = ((4, 4, Window()), (3, 3, Window(1, 2)), (3, 2, Window(1, 2)), (2, 2, Window(1, 2)))
-"""Bits of K and V, and what their queries see exactly."""
+"""(bits of K, bits of V, window of pages that queries see exactly)"""

@@ -1,4 +1,4 @@
-"""Launches on rows: rotations, and what lies between the products of a layer."""
+"""Launches on rows: rotations, and the kernels between the products of a layer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lab.gpu.example import KV_HEADS, TOKENS, Example, empty, pool_of, sequences
 
 
 def rotation(head_dim: int, group: int) -> Example:
-    """Query heads of 32 sequences."""
+    """The rotation of the query heads of 32 sequences."""
     x = empty(32, KV_HEADS * group, head_dim, dtype=torch.float32)
     matrices = empty(KV_HEADS, head_dim, head_dim, dtype=torch.float32)
     return Example(f"rotation D={head_dim} G={group}", rotation_launch(x, matrices, None, torch.empty_like(x)))
 
 
 def between_products(batch: int) -> tuple[Example, ...]:
-    """What a layer of an 8B Llama launches beside products and attention, in BF16, with 64 rows a page."""
+    """The launches of a layer of an 8B Llama beside products and attention, in BF16, with 64 rows a page."""
     heads, dim, hidden, ffn = 32, 128, 4096, 14336
     fmt, name = LevelFormat(dim, 64), f"batch {batch}"
     x, weight = empty(batch, hidden, dtype=torch.bfloat16), empty(hidden, dtype=torch.bfloat16)

@@ -1,11 +1,11 @@
 """`hackkv eval`: measure what every codec costs in accuracy, and write the report.
 
-Without arguments it takes the model that ships with hackkv and all rows; a model that chats is asked the tasks of such.
+Without arguments it takes the model that ships with hackkv and all rows; a chat model is asked the tasks for chat.
 Every row and task has a file of its own, OUT/MODEL/ROW/TASK.json. A file is made once, point by point: the command may
-be stopped and given again, and after a change of a codec it measures that codec alone. OUT.md tells of all models in
+be stopped and given again, and after a change of a codec it measures that codec alone. OUT.md reports on all models in
 OUT.
-`--recommend MODEL` prints one table instead: every preset, what it weighs and what it costs this model, and
-which one to serve over a link of `--link-gbit-s`.
+`--recommend MODEL` prints one table instead: every preset, its size and its cost to this model, and which one to serve
+over a link of `--link-gbit-s`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from measure.accuracy.task import Prepared, RunLimits, Task, writes
 
 OUT: Final = Path("accuracy")
 RECOMMENDED: Final = "recommended.md"
-"""What `--recommend` told, in the folder of a model."""
+"""The output of `--recommend`, in the folder of a model."""
 TRIED: Final = "tried.md"
-"""What a search for formats found of a model, in its folder: written by hand."""
+"""The results of a search for formats of a model, in its folder; written by hand."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -173,7 +173,7 @@ def _run(
 
 
 def _report(out: Path, console: Console) -> None:
-    """The report of every model in `out`, those that chat first, and a picture of each."""
+    """Write the report of every model in `out`, those that chat first, and a picture of each."""
     found = sorted(
         (results.read(folder) for folder in cells.models(out)), key=lambda each: (not each.chats, each.model)
     )

@@ -1,8 +1,8 @@
-"""Which preset to serve: one rule, and what it says of a table of presets.
+"""Which preset to serve: one rule, and its answer for a table of presets.
 
-First come the presets that are hard to tell from exact KV. Of these, a preset counts as fast if its job takes hardly
-longer than the shortest one. The smallest of the fast presets is advised. To pass the canary (`codec.max_kl`) is not
-enough: just below its bound, one first choice in six differs.
+The candidates are the presets that are hard to tell from exact KV. A candidate counts as fast if its job takes hardly
+longer than the shortest one. The smallest fast candidate is advised. Passing the canary (`codec.max_kl`) is not enough:
+just below its bound, one first choice in six differs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_KL: Final = DEFAULT_MAX_KL / 5
 MIN_TOP1: Final = 0.9
 MAX_PERPLEXITY_RATIO: Final = 1.03
 SAME_JCT: Final = 1.05
-"""Times this close are as good as equal: they were taken once, and people do not feel the difference."""
+"""Times within this factor count as equal: each was measured once, and people do not feel the difference."""
 HARD_TO_TELL: Final = (
     f"KL at most {MAX_KL:g}, at least {100 * MIN_TOP1:.0f}% of first choices kept, "
     f"perplexity times {MAX_PERPLEXITY_RATIO:g} at most"
@@ -25,7 +25,7 @@ HARD_TO_TELL: Final = (
 
 
 def hard_to_tell(row: PresetRow) -> bool:
-    """Whether all three numbers of a preset's loss are near those of exact KV. One that is not a number never is."""
+    """Whether all three numbers of a preset's loss are near those of exact KV. A loss with a NaN never is."""
     loss = row.loss
     return loss is None or (
         loss.kl <= MAX_KL and loss.top1 >= MIN_TOP1 and loss.perplexity_ratio <= MAX_PERPLEXITY_RATIO
@@ -33,9 +33,10 @@ def hard_to_tell(row: PresetRow) -> bool:
 
 
 def ranked(rows: Sequence[PresetRow], jct_s: Mapping[str, float]) -> list[PresetRow]:
-    """The presets that may be advised, best first; `jct_s` has the seconds of each one's job.
+    """The presets that may be advised, best first; `jct_s` is the seconds of each preset's job.
 
-    A preset is best if it is the smallest of those within `SAME_JCT` of the shortest job. Of equally small ones the one
+    The best preset is the smallest of those within `SAME_JCT` of the shortest job. Of equally small ones, the one that
+    loses less is better. Presets that evict rows are never advised.
     that loses less is better. Presets that evict rows are never advised.
     """
     left = [row for row in rows if hard_to_tell(row) and not row.evicts]
@@ -49,7 +50,7 @@ def ranked(rows: Sequence[PresetRow], jct_s: Mapping[str, float]) -> list[Preset
 
 
 def advice(rows: Sequence[PresetRow], jct_s: Mapping[str, float]) -> str:
-    """One line: the preset to serve, why, and the runner-up, with what it is behind in."""
+    """One line: the preset to serve, why, and the runner-up with its disadvantage."""
     order = ranked(rows, jct_s)
     if not order:
         return f"none: no preset is hard to tell from exact KV ({HARD_TO_TELL})"

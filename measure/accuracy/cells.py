@@ -1,8 +1,8 @@
-"""What was measured, one small file for each model, row and task: FOLDER/MODEL/ROW/TASK.json.
+"""Measurements, one small file for each model, row and task: FOLDER/MODEL/ROW/TASK.json.
 
-A file carries the key of everything that its numbers depend on. While the key holds, nobody measures again; so a run
-that was stopped goes on where it stopped, a codec that changed is measured alone, and files of several machines or
-branches lie side by side. A file is written whole or not at all.
+A file carries the key of everything that its numbers depend on. While the key holds, nothing is measured again. So a
+run that was stopped continues where it stopped, a codec that changed is measured alone, and files of several machines
+or branches lie side by side. A file is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class VariantRow:
     codec: str
     settings: dict[str, Setting]
     bytes_per_token: float
-    """Of a sequence of `SHARE_TOKENS` tokens at rest, exact pages among them."""
+    """Bytes per token of a sequence of `SHARE_TOKENS` tokens at rest, exact pages included."""
     wire_bytes_per_token: float
     exact_bytes_per_token: float
-    """Of the same rows in FP16."""
+    """Bytes per token of the same rows in FP16."""
 
     @property
     def share(self) -> float:
-        """Bytes of FP16's."""
+        """Bytes as a share of FP16's."""
         return self.bytes_per_token / self.exact_bytes_per_token
 
 
@@ -49,7 +49,7 @@ class Found:
     """One row's answers to a task at one point."""
 
     scores: dict[Measure, list[float]]
-    """Score by score, in the same order for all rows."""
+    """Measure -> score of each sample, in the same order for all rows."""
     ids: list[list[int]] = field(default_factory=list)
     """Tokens of free answers, to compare them with exact KV's."""
     texts: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class TaskNote:
-    """What a task was, for the report."""
+    """The description of a task, for the report."""
 
     name: str
     says: str
@@ -68,7 +68,7 @@ class TaskNote:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One file."""
+    """The content of one file."""
 
     key: Key
     model: str
@@ -81,7 +81,7 @@ class Cell:
     began: str
     seconds: float
     complete: bool = True
-    """Whether every point is there that the row was asked."""
+    """Whether the file has every point that was asked."""
 
 
 _CELL = TypeAdapter(Cell)
@@ -93,7 +93,7 @@ def place(folder: Path, model: str, row: str, task: str) -> Path:
 
 
 def read(path: Path) -> Cell | None:
-    """The file; None if there is none of ours."""
+    """The content of a file; None if the file is missing or not ours."""
     try:
         return _CELL.validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -101,13 +101,13 @@ def read(path: Path) -> Cell | None:
 
 
 def current(path: Path, key: Key) -> Cell | None:
-    """What was measured under `key`, all of it or its first points."""
+    """The measurement under `key`, complete or with its first points only; None if there is none."""
     cell = read(path)
     return cell if cell is not None and cell.key == key else None
 
 
 def write(path: Path, cell: Cell) -> None:
-    """All or nothing. Raises `ConfigError` naming the file."""
+    """Write the file whole or not at all. Raises `ConfigError` naming the file."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def models(folder: Path) -> list[Path]:
 
 
 def cells(model: Path) -> Iterator[Cell]:
-    """Every file of one model. Raises `ConfigError` naming a file that is none of ours."""
+    """Every file of one model. Raises `ConfigError` naming a file that is not ours."""
     for path in sorted(model.glob("*/*.json")):
         try:
             yield _CELL.validate_json(path.read_bytes())

@@ -1,7 +1,7 @@
 """Chat: what a person would ask, answered greedily to the end. Do answers keep their length, their end, their words?
 
-A codec that damages a model rarely stops it: it makes it ramble. So beside the words, the length of answers and whether
-they end are compared with exact KV's.
+A codec that damages a model rarely stops it: the model rambles. So not only the words are compared with exact KV's, but
+also the length of answers and whether they end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ABOUT_TEXT: Final = (
 
 
 def prepare(subject: Subject, limits: RunLimits) -> Prepared:
-    """Point 0: short requests; point `PASSAGE`: requests about text of so many tokens. `limits.samples` of each."""
+    """Point 0: short requests. Point `PASSAGE`: requests about a text of that many tokens. `limits.samples` of each."""
     passages = [d for d in sorted(subject.documents, key=lambda d: -len(d.text)) if not d.is_code]
     abouts = [f"{ABOUT_TEXT[i % len(ABOUT_TEXT)]}\n\n{_passage(subject, d.text)}" for i, d in enumerate(passages)]
     asked = dict[int, list[Ids]]()

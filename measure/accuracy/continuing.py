@@ -3,7 +3,7 @@
 The prompt goes through prefill, and the codec evicts its rows. Then held-out text follows under teacher forcing, as in
 a replay. If decode reads a codec's pages as prefill does, the text comes in chunks; else it comes token by token. So
 evictions count, and codecs without evictions are scored on the same tokens. A text, and code most of all, seldom needs
-what it said long ago. Tasks that ask for that (`questions`) show what perplexity does not.
+what stood long ago. Tasks that ask for that (`questions`) show what perplexity does not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WINDOWS: Final = 3
 
 
 def prepare(subject: Subject, limits: RunLimits) -> Prepared:
-    """Beginnings of documents, `WINDOWS` unless `limits.samples` says how many, the longest documents first."""
+    """Beginnings of the longest documents, `limits.samples` of them (`WINDOWS` unless set)."""
     limit = limits.context(subject)
     points = [point for point in POINTS if point + AFTER <= limit]
     if not points:
@@ -52,7 +52,7 @@ def prepare(subject: Subject, limits: RunLimits) -> Prepared:
 
 
 def _windows(subject: Subject, count: int, length: int) -> list[Ids]:
-    """Each one token longer, which is the last one's truth. Raises `ValueError`."""
+    """Windows of `length` + 1 tokens; the last token is only a truth. Raises `ValueError` if the text is too short."""
     documents = sorted(subject.documents, key=lambda document: -len(document.text))[:count]
     found = [join(subject.prefix, subject.encode(document.text))[: length + 1] for document in documents]
     if len(found) < count or min(map(len, found)) <= length:

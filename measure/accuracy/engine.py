@@ -1,8 +1,8 @@
 """Answers from the serving path: one `ModelRunner` over a codec's packed pages, several sequences side by side.
 
-Prompts go through in chunks of whole pages, as a prefill node would send them; answers are decoded one token per step
-and sequence, as on a decode node. Teacher forcing feeds the true token whatever the model chose, so that one wrong
-token costs one token. The share of answers without a wrong token is the same as in a greedy run.
+Prompts go through in chunks of whole pages, as a prefill node would send them. Answers are decoded one token per step
+and sequence, as on a decode node. Teacher forcing feeds the true token whatever the model chose, so one wrong token
+costs one token. The share of answers without a wrong token is the same as in a greedy run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from measure.tasks import Example, Ids
 CHUNK_TOKENS = 256
 """A multiple of every page size."""
 BATCH_TOKENS = 16384
-"""Tokens of KV that a batch of several sequences holds at most. A longer sequence runs alone."""
+"""The most tokens of KV that a batch of several sequences holds. A longer sequence runs alone."""
 LOGITS = 2**24
-"""Logits that are held at once."""
+"""The most logits that are held at once."""
 
 Run = Callable[[Worker, Sequence[Example]], list[ScoredAnswer]]
 
@@ -63,9 +63,9 @@ class ParallelSequences:
         return list(hidden.split([len(ids) for ids in rows]))
 
     def prefill(self, prompts: Sequence[Ids], wanted: Sequence[int]) -> list[Tensor]:
-        """Add prompts in chunks; returns the hidden states of the last `wanted[i]` rows of each.
+        """Add prompts in chunks; returns the hidden states [wanted[i], hidden] of the last rows of each.
 
-        A lane's first prompt loses the rows that the codec evicts. What comes later is read from what is left.
+        A lane's first prompt loses the rows that the codec evicts. Later tokens attend to the rows that are left.
         """
         first = [0 if at else len(prompt) for at, prompt in zip(self.held, prompts, strict=True)]
         kept: list[list[Tensor]] = [[] for _ in prompts]
@@ -87,7 +87,7 @@ def size(example: Example) -> int:
 
 
 def batches(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
-    """Batches of examples, in order: as many at a time as fit `BATCH_TOKENS` at the longest one's length."""
+    """Batches of examples, in order. All examples of a batch fit `BATCH_TOKENS` at the length of the longest one."""
     batch: list[Example] = []
     for example in examples:
         longest = max(map(size, (*batch, example)))
@@ -100,7 +100,7 @@ def batches(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
 
 
 def forced_prefill(worker: Worker, examples: Sequence[Example]) -> list[ScoredAnswer]:
-    """The truth scored inside the prompt: no decode step is taken."""
+    """Score the truth inside the prompt: no decode step is taken."""
     lanes = _lanes(worker, examples)
     rows = [np.concatenate((e.prompt, e.answer))[:-1] for e in examples]
     hidden = lanes.prefill(rows, [len(e.answer) for e in examples])
@@ -108,7 +108,7 @@ def forced_prefill(worker: Worker, examples: Sequence[Example]) -> list[ScoredAn
 
 
 def forced_decode(worker: Worker, examples: Sequence[Example]) -> list[ScoredAnswer]:
-    """The prompt prefilled, the truth fed one token at a time."""
+    """Prefill the prompt, then feed the truth one token at a time."""
     lanes = _lanes(worker, examples)
     states = [[part] for part in lanes.prefill([e.prompt for e in examples], [1] * len(examples))]
     for step in range(max(len(e.answer) for e in examples) - 1):
@@ -120,7 +120,7 @@ def forced_decode(worker: Worker, examples: Sequence[Example]) -> list[ScoredAns
 
 
 def greedy(worker: Worker, examples: Sequence[Example]) -> list[ScoredAnswer]:
-    """The prompt prefilled, then the likeliest token fed back until the truth's length or an end of sequence."""
+    """Prefill the prompt, then feed back the likeliest token until the truth's length or an end of sequence."""
     said = write(worker, [e.prompt for e in examples], [len(e.answer) for e in examples])
     nothing = np.empty(0)
     return [ScoredAnswer(one.ids, e.answer, nothing) for one, e in zip(said, examples, strict=True)]
@@ -128,18 +128,18 @@ def greedy(worker: Worker, examples: Sequence[Example]) -> list[ScoredAnswer]:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a model wrote by itself."""
+    """An answer that a model wrote freely."""
 
     ids: Ids
-    """Without the end of sequence."""
+    """The tokens without the end of sequence."""
     ended: bool
-    """By an end of sequence, or because the caller had seen enough, and not for want of room."""
+    """The answer ended with an end of sequence, or because the caller had seen enough; False if it ran out of room."""
 
 
 def write(
     worker: Worker, prompts: Sequence[Ids], most: Sequence[int], enough: Callable[[list[int]], bool] | None = None
 ) -> list[Written]:
-    """Greedy answers of at most `most[i]` tokens, side by side; `enough` of the tokens so far may end one."""
+    """Greedy answers of at most `most[i]` tokens, side by side. `enough(tokens so far)` may end an answer early."""
     lanes = ParallelSequences(worker, [len(prompt) + room for prompt, room in zip(prompts, most, strict=True)])
     said: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)

@@ -27,7 +27,7 @@ def pooled(results: Results, variant: str, kind: Kind) -> list[Score]:
 
 
 def paired(results: Results, variant: str, other: str, kind: Kind) -> ConfidenceInterval | None:
-    """How far `variant` is from `other` over all points of a task: a difference, or a ratio minus 1."""
+    """How far `variant` is from `other` over all points of a task, paired: a difference, or a ratio minus 1."""
     ours, theirs = (
         np.array([value for cell in pooled(results, name, kind) for value in cell.samples]) for name in (variant, other)
     )
@@ -43,7 +43,7 @@ def mean(results: Results, variant: str, kind: Kind) -> float | None:
 
 
 def findings(results: Results) -> list[str]:
-    """Every sentence that the rows allow."""
+    """All sentences whose rows were measured."""
     made = [sentence(results) for sentence in _SENTENCES]
     return [text for texts in made for text in texts]
 

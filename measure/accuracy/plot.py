@@ -34,7 +34,7 @@ TICKS = (300, 400, 500, 700, 1000, 2000, 4000)
 
 
 def draw(results: Results, path: Path) -> bool:
-    """Write the picture; False if nothing that was measured has a panel."""
+    """Write the picture; False if no panel has a measurement."""
     panels = [(kind, title) for kind, title in PANELS if pooled(results, results.rows[0].name, kind)]
     if not panels:
         return False

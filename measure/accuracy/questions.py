@@ -1,9 +1,9 @@
-"""Questions about what stood far back: numbers, key-value pairs and a stretch of random tokens inside held-out text.
+"""Questions about far earlier text: numbers, key-value pairs and a stretch of random tokens inside held-out text.
 
-The numbers are needles as RULER has them (arXiv 2404.06654, several keys): small models find them where they lose
+The numbers are needles as RULER has them (arXiv 2404.06654, several keys): small models find them, while they lose
 passwords made of words.
-Reading a long context costs far more than a question about it. So one context holds several of each and is asked for
-all of them, one after another, every true answer standing behind its question before the next is asked.
+Reading a long context costs far more than a question about it. So one context holds several items of each kind, and all
+of them are asked for, one after another. Every true answer stands behind its question before the next is asked.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from measure.accuracy.task import Advance, Prepared, RunLimits, digest_of, left
 from measure.tasks import Example, Ids, join
 
 CONTEXTS: Final = {1024: 3, 2048: 2}
-"""Tokens of a context -> how many there are."""
+"""Tokens of a context -> number of contexts."""
 FAR: Final = {4096: 2, 8192: 1}
-"""The same of a task of its own: it takes longer, and few small models find anything there."""
+"""Tokens -> number of contexts, for a task of its own: it takes longer, and few small models find anything there."""
 OF_EACH: Final = 6
-"""Numbers, and key-value pairs, in each context; all are asked for."""
+"""Numbers in each context, and key-value pairs in each context; all are asked for."""
 SEGMENT, CUE = 40, 8
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredQuestion:
-    """A question at the end of all that came before, and what its answer counts for."""
+    """A question after everything before it, and the measure to which its answer counts."""
 
     measure: Measure
     asked: Example
 
 
 def prepare(contexts: Mapping[int, int], subject: Subject, limits: RunLimits) -> Prepared:
-    """`limits.samples` contexts of every length, as many as `contexts` says unless set."""
+    """`limits.samples` contexts of every length (as many as `contexts` says unless set)."""
     asked, left_out = dict[int, list[list[ScoredQuestion]]](), list[str]()
     for length, count in contexts.items():
         if length > limits.context(subject):
@@ -70,7 +70,7 @@ def prepare(contexts: Mapping[int, int], subject: Subject, limits: RunLimits) ->
 
 
 def _context(subject: Subject, seed: int, length: int) -> list[ScoredQuestion]:
-    """Questions on one context, which the first one brings; together they have `length` tokens."""
+    """Questions on one context, which stands in the first question. Together they have `length` tokens."""
     rng, phrases = np.random.default_rng(seed), subject.phrases
     keys = tasks.random_words(rng, phrases, 2 * OF_EACH * tasks.KEY_WORDS).reshape(2 * OF_EACH, tasks.KEY_WORDS)
     numbers = [subject.encode(f" {rng.integers(10_000, 100_000)}") for _ in range(OF_EACH)]
@@ -108,7 +108,7 @@ def _question(measure: Measure, prompt: Ids, answer: Ids) -> ScoredQuestion:
 
 
 def _asked(name: str) -> str:
-    """With the answer begun."""
+    """The question with the beginning of its answer."""
     return f"\nWhat is the special magic number for {name}? The special magic number for {name} is:"
 
 
@@ -118,7 +118,7 @@ def _size(questions: list[ScoredQuestion]) -> int:
 
 @torch.inference_mode()
 def _ask(worker: Worker, questions: list[ScoredQuestion]) -> list[np.ndarray]:
-    """For each question, whether each token of its answer is the model's first choice; true answers are fed."""
+    """For each question, whether each token of its answer is the model's first choice; the true answer is fed."""
     lanes, right = engine.ParallelSequences(worker, [_size(questions)]), list[np.ndarray]()
     unread: Ids = np.empty(0, np.int64)
     for question in questions:

@@ -1,11 +1,12 @@
 """Reading: how well the model predicts held-out text, and how far its predictions move from those with exact KV.
 
-The windows are the beginnings of the longest documents, one of them long, all through prefill from an empty cache.
-Attention looks back only, so the first 512 tokens of a window are what a window of 512 tokens would be: one pass
-scores every length. Scores are means over blocks of tokens, of which the bootstrap draws: neighbouring tokens are
+The windows are the beginnings of the longest documents. One of them is long, and all go through prefill from an empty
+cache. Attention looks back only, so the first 512 tokens of a window score as a window of 512 tokens would: one pass
+scores every length. Scores are means over blocks of tokens, and the bootstrap draws blocks: neighbouring tokens are
 alike, blocks less so.
 
-Nothing is read of a codec that evicts rows of whole prompts: it would show the codec beneath. `continuing` asks those.
+Codecs that evict rows of whole prompts are not scored here: reading would score only the codec of their pages.
+`continuing` scores them.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from measure.accuracy.variants import EXACT
 from measure.tasks import Ids, join
 
 POINTS: Final = (512, 2048, 4096, 8192)
-"""Tokens read."""
+"""Number of tokens read."""
 SHORT: Final = 2048
 SHORT_WINDOWS: Final = 3
-"""Windows of `SHORT` tokens for each long one."""
+"""Number of windows of `SHORT` tokens for each long one."""
 LONGER_WINDOWS: Final = 3
-"""Windows of the longest point beside the first one."""
+"""Number of windows of the longest point in addition to the first one."""
 BLOCK: Final = 128
 GARBAGE: Final = 20.0
 """Nats that a codec is charged for a block if its KV is not finite: more than a uniform guess costs."""
 
 
 def prepare(subject: Subject, limits: RunLimits) -> Prepared:
-    """One long window and three short ones for each of `limits.samples`, 1 unless set."""
+    """`limits.samples` long windows (1 unless set), and three short ones for each."""
     points, left_out = _points(subject, limits)
     return _reading(subject, _windows(subject, max(1, limits.samples), points[-1]), points, left_out)
 
 
 def prepare_longer(subject: Subject, limits: RunLimits) -> Prepared:
-    """`limits.samples` windows, 3 unless set, of the largest point: of the longest documents but those of which
-    `prepare` reads as much unless told otherwise."""
+    """`limits.samples` windows (3 unless set) of the largest point. They come from the longest documents after the
+    first, which `prepare` reads at the same length by default."""
     points, _ = _points(subject, limits)
     count = limits.samples or LONGER_WINDOWS
     windows = _windows(subject, 1 + count, points[-1])[1 : 1 + count]
@@ -57,7 +58,7 @@ def prepare_longer(subject: Subject, limits: RunLimits) -> Prepared:
 
 
 def _points(subject: Subject, limits: RunLimits) -> tuple[list[int], list[str]]:
-    """Those within the limit, and what is said of the others. Raises `ValueError` if there are none."""
+    """The points within the limit, and a line about each of the others. Raises `ValueError` if no point is left."""
     limit = limits.context(subject)
     points = [point for point in POINTS if point <= limit]
     if not points:
@@ -66,7 +67,7 @@ def _points(subject: Subject, limits: RunLimits) -> tuple[list[int], list[str]]:
 
 
 def _reading(subject: Subject, windows: Sequence[Ids], points: Sequence[int], left_out: list[str]) -> Prepared:
-    """Of `windows`, at those of `points` that one of them has."""
+    """The material from `windows`, at those of `points` for which a window is long enough."""
     if not windows:
         raise ValueError("the held-out text has no document of enough tokens")
     read = tuple(point for point in points if max(map(len, windows)) >= point)
@@ -83,7 +84,7 @@ def _reading(subject: Subject, windows: Sequence[Ids], points: Sequence[int], le
 
 
 def _windows(subject: Subject, long_ones: int, longest: int) -> list[Ids]:
-    """Beginnings of documents, the longest documents first; the short windows have a length that is a point."""
+    """Beginnings of the longest documents: long windows, then short ones. Each is cut to the length of a point."""
     documents = sorted(subject.documents, key=lambda document: -len(document.text))
     found = list[Ids]()
     for document in documents[: long_ones * (1 + SHORT_WINDOWS)]:
@@ -124,7 +125,7 @@ def _states(worker: Worker, window: Ids, advance: Advance) -> Tensor:
 
 @torch.inference_mode()
 def _blocks(worker: Worker, window: Ids, exact: Tensor, advance: Advance) -> np.ndarray:
-    """[blocks, 3]: nats per token, KL from exact KV and share of first choices kept, mean over each block.
+    """[blocks, 3]: nats per token, KL from exact KV, and share of first choices kept; means over each block.
 
     The last token has no successor: its block's perplexity is the mean of one token less.
     """
@@ -136,7 +137,7 @@ def _blocks(worker: Worker, window: Ids, exact: Tensor, advance: Advance) -> np.
 
 
 def blocks_of(worker: Worker, hidden: Tensor, exact: Tensor, truth: Tensor) -> np.ndarray:
-    """As `_blocks`, of hidden states [T, hidden] and those with exact KV; `truth` are the tokens that follow them."""
+    """`_blocks` from hidden states [T, hidden] and those with exact KV; `truth` are the tokens that follow."""
     out = list[list[float]]()
     for start in range(0, len(hidden), BLOCK):
         rows = slice(start, start + BLOCK)
@@ -151,12 +152,12 @@ def blocks_of(worker: Worker, hidden: Tensor, exact: Tensor, truth: Tensor) -> n
 
 
 def _upto(point: int, windows: Sequence[np.ndarray]) -> Found:
-    """The blocks of the first `point` tokens of every window that has them."""
+    """The blocks of the first `point` tokens of every window that is long enough."""
     return found_in([blocks[: point // BLOCK] for blocks in windows if len(blocks) * BLOCK >= point])
 
 
 def found_in(windows: Sequence[np.ndarray]) -> Found:
-    """All blocks of some windows."""
+    """The scores of all blocks of `windows`."""
     blocks = np.concatenate(windows)
     columns = zip((Measure.PERPLEXITY, Measure.KL, Measure.TOP1), blocks.T.tolist(), strict=True)
     return Found(dict(columns))

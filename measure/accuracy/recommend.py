@@ -28,16 +28,16 @@ from measure.accuracy.text import held_out
 TOKENS: Final = 1024
 """The most tokens that are read."""
 TOKEN_CHARS: Final = 16
-"""More characters than a token has on average in any text."""
+"""An upper bound of the characters per token, as a mean over any text."""
 JOB_PROMPT, JOB_ANSWER = 1024, 128
 """The job whose time is estimated: tokens of prompt and answer."""
 LINK_GBIT_S: Final = 1.0
-"""Between prefill and decode, unless the user has another."""
+"""The default link between prefill and decode."""
 
 
 @dataclass(frozen=True, slots=True)
 class PresetCost:
-    """What a preset costs a model, and how fast it was."""
+    """A preset's loss on a model, and its measured speed."""
 
     loss: CodecLoss
     pace: Pace
@@ -48,7 +48,7 @@ _STORE: Final = Store("recommended", PresetCost, "what a preset costs")
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What every preset costs a model."""
+    """The cost of every preset to a model."""
 
     model: str
     source: str
@@ -56,9 +56,9 @@ class Recommendation:
     rows: tuple[PresetRow, ...]
     """Smallest first."""
     jct_s: Mapping[str, float]
-    """By preset, an estimate from this machine's pace: one request alone, nothing overlapping."""
+    """Preset -> seconds of the job, estimated from this machine's pace: one request alone, nothing overlapping."""
     link_gbit_s: float
-    """Of the estimate."""
+    """The link of the estimate."""
 
     @property
     def advice(self) -> str:
@@ -67,10 +67,10 @@ class Recommendation:
 
 
 def recommend(model: ModelConfig, link_gbit_s: float, console: Console) -> Recommendation:
-    """Measure every preset on held-out text, under a progress bar; KV of the job whose time is estimated crosses a link
-    of `link_gbit_s`. Raises `ConfigError`, `CheckpointError`.
+    """Measure every preset on held-out text, under a progress bar. The estimate of the job sends KV over a link of
+    `link_gbit_s`. Raises `ConfigError`, `CheckpointError`.
 
-    What was measured stays in the user's cache, so that a run that was stopped goes on there.
+    Measurements stay in the user's cache, so a run that was stopped continues from there.
     """
     if model.threads:
         torch.set_num_threads(model.threads)
@@ -101,7 +101,7 @@ def recommend(model: ModelConfig, link_gbit_s: float, console: Console) -> Recom
             return found.loss
 
         began = perf_counter()
-        measure(meter.plan(CodecConfig(name=EXACT_CODEC)))  # it loses nothing, but it takes its time
+        measure(meter.plan(CodecConfig(name=EXACT_CODEC)))  # exact KV loses nothing, but its time is needed
         minutes = (len(CODECS) - 1) * (perf_counter() - began) / 60
         console.print(f"{len(CODECS)} presets, some {minutes:.0f} minutes, less for what was measured before")
         rows = survey(meter, measure)
@@ -115,7 +115,7 @@ def _measured(meter: Meter, planned: Unloaded) -> PresetCost:
 
 
 def _jct(planned: Unloaded, pace: Pace, link_gbit_s: float) -> float:
-    """Seconds that the job takes: prefill and decode at their measured pace, and the bytes over the link."""
+    """Seconds of the job: prefill and decode at their measured pace, and its bytes over the link."""
     sizes = footprint_of(planned.codec, planned.spec.kv_layout(planned.codec.page_tokens))
     sent = rows_held(planned.codec, JOB_PROMPT) * sizes.wire_page_bytes / sizes.page_tokens
     prefill = JOB_PROMPT * pace.prefill_s / max(1, pace.prefill_tokens)
@@ -139,7 +139,7 @@ def show(found: Recommendation, console: Console) -> None:
 
 
 def as_markdown(found: Recommendation, where: str) -> str:
-    """The same for a page; `where` it was measured."""
+    """The table and the advice for a page; `where` says where they were measured."""
     lines = [
         f"{_text(found).capitalize()}; {where}.",
         "",

@@ -21,13 +21,13 @@ PLACES = (1, 4, 8, 16, 32, 48, 128, 256)
 """Positions at which first divergences are reported."""
 
 NAME_COLUMNS, SCORE_COLUMNS = 36, 13
-"""Characters that a table's first two columns and each of the others take."""
+"""Characters of a table's first two columns together, and of each other column."""
 
 ALWAYS_WORSE = frozenset((Measure.KL, Measure.TOP1, Measure.SAME, Measure.SIMILAR))
-"""Measures of distance from exact KV: a star would say nothing."""
+"""Measures of distance from exact KV. They get no star: it would say nothing."""
 
 FEWEST = 6
-"""Samples below which no difference is called certain."""
+"""With fewer samples, no difference counts as certain."""
 
 LIMITS = """\
 A model of a few million parameters can prove that codecs and kernels do what they should (prefill and decode agree,
@@ -67,7 +67,7 @@ which the paper's Table 7 has on both sides of its comparison: what requantizing
 
 
 def terminal_tables(results: Results, width: int) -> Iterable[Table]:
-    """One line per row, one column per task and point, with the task's first measure. Split to fit `width`.
+    """One line per row, one column per task and point, with the task's first measure, split to fit `width` characters.
 
     The split is made here because rich cuts names and numbers short when a table is too wide.
     """
@@ -85,8 +85,8 @@ def terminal_tables(results: Results, width: int) -> Iterable[Table]:
 def markdown(
     found: Sequence[Results], pictures: Mapping[str, str], advice: Mapping[str, str], tried: Mapping[str, str]
 ) -> str:
-    """The whole report: models in the order given, each with its picture, as the report should link it, with what
-    `--recommend` told of it and with what was tried for it before there were presets, if any."""
+    """The whole report, models in the order given. By model: `pictures` are paths as the report links them, `advice` is
+    the output of `--recommend`, and `tried` tells what was tried before there were presets."""
     parts = ["# Accuracy of the KV codecs\n", INTRODUCTION, *_bullets(_commands(found))]
     for results in found:
         parts += [f"## {results.model}\n", *_bullets(_circumstances(results))]
@@ -144,7 +144,7 @@ def _machine(cell: Cell) -> str:
 
 
 def _summary(results: Results) -> Iterable[str]:
-    """Bytes and reading of every row, at the lengths that presets are chosen by."""
+    """Bytes and reading scores of every row, at the lengths by which presets are chosen."""
     points = [p for p in SUMMARY_POINTS if results.find(results.rows[0].name, "reading", p, Measure.KL)]
     if not points:
         return
@@ -237,7 +237,7 @@ def _value(cell: Score, value: float) -> str:
 
 
 def _star(cell: Score) -> str:
-    """A star where the paired change excludes zero. Very few samples get none, since their bootstrap says nothing."""
+    """A star if the paired change excludes zero. Very few samples get none, since their bootstrap says nothing."""
     certain = cell.change.low > 0 or cell.change.high < 0
     starred = certain and len(cell.samples) >= FEWEST and cell.variant != EXACT.name
     return "*" if starred and cell.measure not in ALWAYS_WORSE else ""
@@ -248,7 +248,7 @@ def _plain(cell: Score) -> str:
 
 
 def _long(cell: Score) -> str:
-    """With its interval; for what is counted, how many of how many."""
+    """A score with its interval. Counted measures show how many of how many."""
     low, high = _value(cell, cell.score.low), _value(cell, cell.score.high)
     value = _value(cell, cell.score.value)
     if cell.measure in KEPT:

@@ -1,4 +1,4 @@
-"""All files of one model together: every score with its interval, and beside that of exact KV on the same samples."""
+"""All files of one model together: every score with its interval, and its change from exact KV on the same samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from measure.accuracy.variants import EXACT, VARIANTS
 T = TypeVar("T")
 
 KEPT: Final = frozenset((Measure.NEEDLE, Measure.RECALL, Measure.PASS))
-"""Measures by yes and no of which a codec is asked only what exact KV gets right."""
+"""Yes-or-no measures for which a codec is scored only on the samples that exact KV gets right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Score:
     measure: Measure
     score: ConfidenceInterval
     change: ConfidenceInterval
-    """Against exact KV on the same samples: a difference, or for perplexities and lengths the ratio minus 1."""
+    """Change from exact KV on the same samples: a difference, or for perplexities and lengths the ratio minus 1."""
     samples: list[float]
-    """Every sample's score; for perplexity nats per token."""
+    """Every sample's score; for perplexity in nats per token."""
     asked: int
-    """Samples before those were left out that exact KV fails; else as many as `samples`."""
+    """Number of samples before those that exact KV fails are left out; else the length of `samples`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Agreement:
     tokens: int
     """Length of the runs."""
     first_divergences: list[int | None]
-    """Per run, counted from 0; None where both agree to the end."""
+    """First divergence of each run, counted from 0; None if both runs agree to the end."""
 
     def diverged_within(self, tokens: int) -> float:
         """Share of runs whose first `tokens` tokens are not all the same."""
@@ -58,21 +58,21 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Everything that was measured of one model. Rows and tasks are in their tables' order, exact KV first."""
+    """All measurements of one model. Rows and tasks are in the order of their tables, exact KV first."""
 
     model: str
     chats: bool
-    """Whether it was asked no task that is for models without a chat template."""
+    """Whether no file is of a task for models without a chat template."""
     files: list[Cell]
     tasks: list[TaskNote]
     rows: list[VariantRow]
     scores: list[Score]
     agreement: list[Agreement] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
-    """Rows and tasks that answered other material than exact KV did, and so cannot be compared."""
+    """Rows and tasks that answered other material than exact KV did, so that they cannot be compared."""
 
     def find(self, variant: str, task: str, point: int, measure: Measure) -> Score | None:
-        """One cell, None if it was not measured."""
+        """One cell; None if it was not measured."""
         for cell in self.scores:
             if (cell.variant, cell.task, cell.point, cell.measure) == (variant, task, point, measure):
                 return cell
@@ -80,7 +80,7 @@ class Results:
 
 
 def read(folder: Path) -> Results:
-    """Every file of the folder of one model. Raises `ConfigError` if exact KV is not among the rows."""
+    """The results in the folder of one model. Raises `ConfigError` if exact KV is not among the rows."""
     files = sorted(cells.cells(folder), key=lambda cell: (_place_of_row(cell.row.name), _place_of_task(cell.task.name)))
     exact = {cell.task.name: cell for cell in files if cell.row.name == EXACT.name}
     if not exact:
@@ -104,7 +104,7 @@ def _same_material(cell: Cell, exact: Cell) -> bool:
 
 
 def _place_of_row(name: str) -> tuple[int, str]:
-    """Calibrated rows stand behind the row that they are of; rows of older tables come last."""
+    """The sort key of a row. Calibrated rows follow the row that they calibrate; rows of older tables come last."""
     names = [variant.name for variant in VARIANTS]
     bare = name.removesuffix("-calibrated")
     return (names.index(bare) if bare in names else len(names), name)
@@ -146,7 +146,7 @@ def _score(cell: Cell, task: Task, point: int, measure: Measure, found: Found, e
 
 
 def _values(measure: Measure, found: Found, exact: Found) -> tuple[Floats, Floats] | None:
-    """Scores of a row and of exact KV; None where neither holds them."""
+    """Scores of a row and of exact KV; None unless both have the measure."""
     if measure is Measure.SAME:
         return _compared(found.ids, exact.ids, lambda a, b: float(a == b))
     if measure is Measure.SIMILAR:

@@ -1,8 +1,8 @@
 """Measures every row on every task that has no current file, several rows at a time on one compute thread each.
 
-Small models spend their time between operations, not in them, so jobs side by side keep the cores busier than threads
-inside an operation would. Results do not depend on it: each job has a codec of its own, and in FP32 the model's rows do
-not depend on their neighbours.
+Small models spend their time between operations, not in them. So jobs side by side keep the cores busier than threads
+inside an operation would. Results do not depend on this: each job has a codec of its own, and in FP32 the model's rows
+do not depend on their neighbours.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from measure.accuracy.task import Prepared, Task
 from measure.accuracy.variants import Variant
 
 MATERIAL: Final = "material"
-"""The field of a key that says what was asked."""
+"""The field of a key that identifies the material of a task."""
 OnTokens = Callable[[str, int], None]
-"""Called with what is being measured and the number of tokens that were just done, from any thread."""
+"""Called from any thread with a label of the measurement and the number of tokens that were just done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A row, and the tasks that it has no current file of."""
+    """A row, and the tasks for which it has no current file."""
 
     variant: Variant
     planned: Unloaded
     tasks: dict[Task, tuple[Key, Cell | None]]
-    """With what the file would be under, and with its first points if a run was stopped amid them."""
+    """Task -> (key of its file, the file with its first points if a run was stopped amid them)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutput:
-    """Where files go, and what is noted of the run that made them."""
+    """The folder of the files, and notes about the run that makes them."""
 
     folder: Path
     backend: str
@@ -55,15 +55,15 @@ class RunOutput:
 
 
 class Stopped(Exception):
-    """The run is over; what was begun is dropped."""
+    """Raised in a job when the run is over; its unfinished point is dropped."""
 
 
 def pending(
     subject: Subject, rows: Sequence[Variant], tasks: Mapping[Task, Prepared], folder: Path, *, again: bool
 ) -> list[Pending]:
-    """What is left to measure; everything if `again`. Loads no weights.
+    """The rows and tasks that are left to measure; all of them if `again`. Loads no weights.
 
-    Raises `ConfigError` naming a file that is not `again` to be measured, and would lose points.
+    Raises `ConfigError` naming a file that would lose points, unless `again`.
     """
     found = list[Pending]()
     for row in rows:
@@ -82,9 +82,9 @@ def pending(
 
 
 def _check_points(path: Path, key: Key, points: Sequence[int]) -> None:
-    """Raise `ConfigError` if the run would cost the file points that the task still has, as `--longest` does.
+    """Raise `ConfigError` if the run would drop points from the file that the task still has, as `--longest` does.
 
-    A file that is not current any more counts, too: of exact KV, all other rows are compared with it.
+    A file that is no longer current counts too: all other rows are compared with the file of exact KV.
     """
     there = cells.read(path)
     if there is None or there.key.get("task") != key["task"]:

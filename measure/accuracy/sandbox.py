@@ -1,9 +1,9 @@
-"""Runs programs that a model wrote, in a process of their own that can do little and does not live long.
+"""Runs programs that a model wrote, each in a process of its own with few rights and a short life.
 
-The process has no network where the system lets us take it away, an empty folder, bounds on time, memory, files and
+The process has no network if the system lets us take it away, an empty folder, bounds on time, memory, files and
 processes, no environment, and, if we are root, not our rights. Inside, an audit hook refuses what no answer needs:
-deleting, starting programs, opening sockets, writing files. This stops accidents; who expects attacks needs a machine
-of its own.
+deleting, starting programs, opening sockets, writing files. This stops accidents. Against attacks, use a machine of its
+own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ except BaseException:
     os._exit(1)
 os._exit({PASSED})
 """
-"""Runs `program.py` of the current folder; its exit status is `PASSED` only if the program came to its end."""
+"""Runs `program.py` of the current folder. The exit status is `PASSED` only if the program came to its end."""
 
 
 def passes(program: str) -> bool:
@@ -66,14 +66,14 @@ def passes(program: str) -> bool:
             done = subprocess.run(
                 command, cwd=folder, env={}, stdin=nothing, stdout=nothing, stderr=nothing, timeout=WALL_SECONDS
             )
-        except subprocess.TimeoutExpired:  # `run` has killed it; it could not start others
+        except subprocess.TimeoutExpired:  # `run` has killed the process, which could not start others
             return False
         return done.returncode == PASSED
 
 
 @cache
 def _without_network() -> tuple[str, ...]:
-    """The words before a command that take the network from it; none where the system does not allow it."""
+    """A command prefix that takes the network away; empty if the system does not allow it."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return ()

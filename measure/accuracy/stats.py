@@ -20,7 +20,7 @@ Z95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceInterval:
-    """A value with its 95 % confidence interval, and how that was made."""
+    """A value with its 95 % confidence interval, and the method of the interval."""
 
     value: float
     low: float
@@ -28,12 +28,12 @@ class ConfidenceInterval:
     method: str
 
     def minus(self, amount: float) -> ConfidenceInterval:
-        """Shifted down."""
+        """The interval less `amount`."""
         return ConfidenceInterval(self.value - amount, self.low - amount, self.high - amount, self.method)
 
 
 def wilson(mean: float, count: int) -> ConfidenceInterval:
-    """Wilson's score interval of a share `mean` of `count` trials; it has a width even at 0 and 1."""
+    """Wilson's score interval of a share `mean` of `count` trials. It has a width even at 0 and 1."""
     z2 = Z95 * Z95
     centre = (mean + z2 / (2 * count)) / (1 + z2 / count)
     half = Z95 / (1 + z2 / count) * math.sqrt(mean * (1 - mean) / count + z2 / (4 * count * count))
@@ -43,8 +43,8 @@ def wilson(mean: float, count: int) -> ConfidenceInterval:
 def share(scores: Floats) -> ConfidenceInterval:
     """Mean of scores in 0..1.
 
-    Scores of only 0 and 1, or all alike, get Wilson's interval: the bootstrap of equal scores has no width. For equal
-    scores that are shares within a sample, Wilson's interval is too wide rather than too narrow.
+    If all scores are 0 or 1, or all are equal, the interval is Wilson's, since the bootstrap of equal scores has no
+    width. For equal scores that are shares within a sample, Wilson's interval is too wide rather than too narrow.
     """
     mean = float(scores.mean())
     if np.isin(scores, (0.0, 1.0)).all() or np.ptp(scores) == 0:
@@ -53,7 +53,7 @@ def share(scores: Floats) -> ConfidenceInterval:
 
 
 def perplexity(nlls: Floats) -> ConfidenceInterval:
-    """exp of the mean negative log-likelihood per token, samples being of equal length."""
+    """exp of the mean negative log-likelihood per token; samples are of equal length."""
     log = _interval(float(nlls.mean()), _draws(len(nlls)), nlls)
     return ConfidenceInterval(math.exp(log.value), math.exp(log.low), math.exp(log.high), log.method)
 
@@ -64,7 +64,7 @@ def mean(values: Floats) -> ConfidenceInterval:
 
 
 def ratio_of_sums(values: Floats, exact: Floats) -> ConfidenceInterval:
-    """sum(values) / sum(exact), paired; not a number where nothing was counted."""
+    """sum(values) / sum(exact), paired; NaN or infinite if `exact` sums to 0."""
     draws, level = _draws(len(values)), _level(len(values))
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = values[draws].sum(1) / exact[draws].sum(1)

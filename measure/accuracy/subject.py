@@ -1,4 +1,4 @@
-"""What is measured: a checkpoint, its tokenizer, the phrases of the tasks in its tokens, and held-out text."""
+"""The subject of a measurement: a checkpoint, its tokenizer, the tasks' phrases in its tokens, and held-out text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STAND_IN = " word"
 
 @dataclass(frozen=True)
 class Subject:
-    """A loaded model with everything that the tasks ask of it. Immutable, so threads may share it."""
+    """A loaded model with everything that the tasks need. Immutable, so threads may share it."""
 
     worker: Worker
     model: ModelConfig
@@ -29,7 +29,7 @@ class Subject:
     phrases: Phrases
     documents: tuple[Document, ...]
     source: str
-    """Where the held-out text comes from."""
+    """A description of where the held-out text comes from."""
     records: tuple[DatasetRecord, ...] = ()
 
     def plan(self, codec: CodecConfig) -> Unloaded:
@@ -37,7 +37,7 @@ class Subject:
         return plan_worker(self.model, codec)
 
     def load(self, planned: Unloaded) -> Worker:
-        """The weights are shared unless the codec folds something into them."""
+        """A planned worker, loaded. Weights are shared unless the codec folds something into them."""
         model = planned.load() if planned.codec.prepares_weights else self.worker.model
         return replace(
             self.worker,
@@ -49,7 +49,7 @@ class Subject:
         )
 
     def with_codec(self, codec: CodecConfig) -> Worker:
-        """Planned and loaded."""
+        """A worker with another codec, planned and loaded."""
         return self.load(self.plan(codec))
 
     def encode(self, text: str) -> Ids:
@@ -62,7 +62,7 @@ class Subject:
 
     @cached_property
     def prefix(self) -> Ids:
-        """What the checkpoint puts before every text, such as a begin-of-sequence token."""
+        """Tokens that the checkpoint puts before every text, such as a begin-of-sequence token."""
         return np.array(self.tokenizer.encode(""), np.int64)
 
     @cached_property
@@ -86,7 +86,7 @@ def load_subject(model: ModelConfig, records: Sequence[DatasetRecord] = ()) -> S
 
 
 def build_phrases(tokenizer: Tokenizer) -> Phrases:
-    """The tasks' phrases; a vocabulary with too few whole words (a test's, say) uses any tokens as words."""
+    """The tasks' phrases. If the vocabulary has too few whole words (a test's, say), any token serves as a word."""
     vocab = [tokenizer.token_text(i) for i in range(tokenizer.vocab_size)]
 
     def encode(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The columns of the table: every task, for whom it is, and what it measures. To add one, write a module and a row."""
+"""The columns of the table: every task, the models that it suits, and its measures. A new one is a module and a row."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ SUITE: Final = (
 
 
 def choose(names: Sequence[str], subject: Subject) -> tuple[Task, ...]:
-    """The named tasks in the suite's order; no names mean those that suit the model, and `data` if there are any.
+    """The named tasks in the suite's order. Without names, the tasks that suit the model, and `data` if it has records.
 
-    Raises `ConfigError` naming one that is unknown.
+    Raises `ConfigError` naming an unknown task.
     """
     known = [task.name for task in SUITE]
     for name in names:
@@ -180,7 +180,7 @@ def choose(names: Sequence[str], subject: Subject) -> tuple[Task, ...]:
 
 
 def prepared(subject: Subject, tasks: Sequence[Task], limits: RunLimits) -> dict[Task, Prepared]:
-    """The material of every task that has any. Raises `ConfigError` where it cannot be made."""
+    """The material of every task. Raises `ConfigError` naming a task whose material cannot be made."""
     made = dict[Task, Prepared]()
     for task in tasks:
         try:

@@ -1,6 +1,6 @@
 """Questions with one right answer each, about text that no trainer of ours saw; and the user's own data.
 
-A sample is a pure function of (seed, point, index). It says nothing of how it is answered or scored: `Asked` does.
+A sample is a pure function of (seed, point, index). `Asked` says how samples are answered and scored.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def needle(subject: Subject, seed: int, point: int, index: int) -> Example:
 
 
 def code(subject: Subject, seed: int, point: int, index: int) -> Example:
-    """`point` tokens of a held-out Python file up to the end of a line, and what follows."""
+    """`point` tokens of a held-out Python file up to the end of a line, and the `FREE_TOKENS` that follow."""
     rng = np.random.default_rng(seed + index)
     texts = [document.text for document in subject.documents if document.is_code]
     sizes = np.array([len(text) for text in texts], np.float64)
@@ -67,9 +67,9 @@ def code(subject: Subject, seed: int, point: int, index: int) -> Example:
 
 
 def restate(subject: Subject, seed: int, point: int, index: int) -> Example:
-    """Words at the head of real text, and after the text the first of them again. The other words are the answer.
+    """Words, then real text, then the first of the words again. The other words are the answer.
 
-    Real sentences in place of the words were tried. A small model leaves them at once for a likelier sentence.
+    Real sentences in place of the words were tried: a small model soon leaves them for a likelier sentence.
     """
     rng = np.random.default_rng(seed + index)
     words = tasks.random_words(rng, subject.phrases, RESTATE_WORDS)
@@ -85,7 +85,7 @@ def data(subject: Subject, seed: int, point: int, index: int) -> Example:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`Task.prepare` for samples of one maker, run one way."""
+    """`Task.prepare` for samples of one maker, run in one way."""
 
     make: Make
     run: engine.Run

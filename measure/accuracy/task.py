@@ -1,4 +1,4 @@
-"""What a task is: a row of `suite.SUITE`. A module beside this one makes it; nothing else knows a task by name."""
+"""The definition of a task: a row of `suite.SUITE`, made by a module of this folder. No other code names tasks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class RunLimits:
-    """How much a run may ask for."""
+    """Limits on the samples and the context of a run."""
 
     samples: int = 0
-    """Per task and point; 0 takes each task's own number."""
+    """Samples per task and point; 0 takes each task's own number."""
     seed: int = 0
     longest: int = 0
     """Points that need more tokens of context are left out; 0 takes the model's context."""
@@ -34,18 +34,18 @@ class RunLimits:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A task with its material for one model. All rows answer the same material, so this is made once."""
+    """A task with its material for one model. All rows answer the same material, so it is made once."""
 
     tokens: int
-    """About as many as a worker reads and writes."""
+    """Approximate number of tokens that a worker reads and writes."""
     samples: str
-    """How many, in words."""
+    """Number of samples, in words."""
     digest: str
-    """Of all material: other material is another measurement."""
+    """Digest of all material: other material is another measurement."""
     points: tuple[int, ...]
     """Distances or context lengths in tokens, which `measure` answers in this order."""
     measure: Callable[[Worker, Advance, Collection[int]], Iterable[tuple[int, Found]]]
-    """What a row answers, point by point, but for the given points.
+    """Yields (point, a row's answers) for each point that is not among the given ones, which are done.
 
     Called by several threads at once.
     """
@@ -60,13 +60,13 @@ class Task:
     name: str
     says: str
     version: int
-    """Grows with every change of how answers are made or scored."""
+    """Increases with every change of how answers are made or scored."""
     measures: tuple[Measure, ...]
-    """In the order of the report; the first is the main one."""
+    """The measures in the order of the report; the first is the main one."""
     prepare: Callable[[Subject, RunLimits], Prepared]
-    """Raises `ValueError` if the held-out text or the model cannot give the material."""
+    """Makes the material. Raises `ValueError` if the held-out text or the model cannot give it."""
     suits: Callable[[Subject], bool]
-    """Whether the task is asked when none is named."""
+    """Whether the task is asked of this model when no task is named."""
 
 
 def left(points: Iterable[int], done: Collection[int]) -> list[int]:
@@ -84,20 +84,20 @@ def digest_of(parts: Iterable[Ids | str]) -> str:
 
 
 def chats(subject: Subject) -> bool:
-    """A model that was taught to answer: it has a chat template."""
+    """Whether the model was taught to answer: it has a chat template."""
     return subject.tokenizer.has_chat_template
 
 
 def writes(subject: Subject) -> bool:
-    """A model that only continues text."""
+    """Whether the model only continues text."""
     return not chats(subject)
 
 
 def anyone(subject: Subject) -> bool:
-    """Every model."""
+    """True: the task suits every model."""
     return True
 
 
 def on_request(subject: Subject) -> bool:
-    """No model: the task is asked where it is named, or where its data are given."""
+    """False: the task is asked only if it is named, or if its data are given."""
     return False

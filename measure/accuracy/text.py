@@ -1,9 +1,9 @@
-"""Held-out text: what the shipped model's trainer kept back, or without that the same split of Python's library; and
-the rest of that library, for what must not see the text that is scored.
+"""Held-out text, and the rest of Python's library for fits that must not see the text that is scored.
 
-The trainer writes the files that it held out beside the model (`held_out.jsonl`). On a machine without it, the
-library's own sources serve: a file is held out if the hash of its name falls below a bound, so the split needs no list
-and is the same on every machine (`tools/train_small/corpus.py` decides with the same rule; a test compares them).
+The held-out text is what the shipped model's trainer kept back, in a file beside the model (`held_out.jsonl`). Without
+that file, the same split of the library's own sources serves. A file is held out if the hash of its name falls below a
+bound, so the split needs no list and is the same on every machine. `tools/train_small/corpus.py` decides with the same
+rule; a test compares them.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Documents that no trainer of ours saw, and where they come from."""
+    """Documents that no trainer of ours saw, and a description of where they come from."""
 
     documents: tuple[Document, ...]
     source: str
 
 
 def held_out(model: Path) -> HeldOut:
-    """The text kept beside the model or beside the shipped one, else the library's."""
+    """The text kept beside the model or beside the shipped one, else the held-out part of the library."""
     for path in (model / FILE, SHIPPED / FILE):
         if path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -81,7 +81,7 @@ def not_held_out() -> Iterator[Document]:
 
 
 def is_held_out(name: str) -> bool:
-    """The trainer's rule."""
+    """The trainer's rule: whether a file of this name is held out."""
     return int(_digest(name)[:8], 16) / 2**32 < HELD_OUT_SHARE
 
 
@@ -103,7 +103,7 @@ def _files(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _read(name: str, path: Path) -> Iterator[Document]:
-    """The file, unless it is short."""
+    """The document of a file; nothing if the file is short."""
     text = path.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n").expandtabs(8)
     if len(text) >= MIN_CHARS:
         yield Document(name, text)

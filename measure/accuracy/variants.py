@@ -1,8 +1,8 @@
 """The rows of the table: codecs and settings to compare, exact KV first.
 
 Every preset of `hackkv.codecs.CODECS` is a row under its own name. The other rows are ablations of the paper's form; a
-name says how a row departs from the preset it starts with: `hack` is Π 64, rounding to nearest, symmetric 8-bit Q and
-P, and the open-page rule; `hack-paper` is Π 64, stochastic, asymmetric with stored sums, K quantized at once.
+name says how a row departs from the preset with which it starts. `hack` is Π 64, rounding to nearest, symmetric 8-bit Q
+and P, and the open-page rule; `hack-paper` is Π 64, stochastic, asymmetric with stored sums, K quantized at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Setting = int | float | str | bool
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One row: a codec with settings, in what family it is drawn, and what it shows."""
+    """One row: a codec with settings, the family with which it is drawn, and a description."""
 
     name: str
     codec: CodecConfig
@@ -85,7 +85,7 @@ _DESCRIBED: Final = (
     _row("kvcomp-channel", "kvcomp", "kvcomp", "`kvcomp`, but K by channel", k_unit="channel", k_scale=0.25),
     _row("hack-paper-no-rqe", "hack-paper", _PAPER, "the paper with RQE off (its Table 7)", open_page="requantize"),
 )
-"""Rows that are described here; the presets that are missing follow with what their settings say."""
+"""Rows with a description of their own. The other presets follow; their settings describe them."""
 
 
 PLAIN: Final = "rot, plain"
@@ -111,9 +111,8 @@ VARIANTS: Final = (
 
 
 def calibrated(file: Path) -> tuple[Variant, ...]:
-    """The rows of presets that can be calibrated once more, with a file that `hackkv calibrate` wrote for them. If the
-    file has bits by layer, those are the presets that they are for; if it has projections, the rows are those of
-    `SHARES`.
+    """The rows of presets with a file that `hackkv calibrate` wrote for them. If the file has bits by layer, only the
+    presets of those bits get a row; if it has projections, the rows are those of `SHARES`.
 
     Raises `ConfigError` for a file that cannot be read.
     """
@@ -157,7 +156,7 @@ SHARES: Final = (
     *(("fp16", share) for share in ("90%", "75%", "62.5%", "50%")),
     *(("rot-k4v4", share) for share in ("21%", "17.5%", "14.5%")),
 )
-"""Codecs for whose pages rows are projected, and the bytes to stay within."""
+"""(codec of the pages that are projected, share of FP16's bytes to stay within)"""
 
 
 def _projected(of: str, share: str, file: Path) -> Variant:
@@ -167,10 +166,10 @@ def _projected(of: str, share: str, file: Path) -> Variant:
 
 
 def choose(names: Sequence[str], calibration: Path | None = None, *, ablations: bool = True) -> tuple[Variant, ...]:
-    """The named rows in the table's order, exact KV always among them. No names mean all but those that leave a
-    calibration out; without `ablations` only the presets. With a calibration file the table has calibrated rows too.
+    """The named rows in the table's order, exact KV always among them. Without names, all rows but those that leave a
+    calibration out; without `ablations`, only the presets. A calibration file adds calibrated rows.
 
-    Raises `ConfigError` naming one that is unknown.
+    Raises `ConfigError` naming an unknown row.
     """
     rows = VARIANTS if calibration is None else (*VARIANTS, *calibrated(calibration))
     known = {variant.name for variant in rows}

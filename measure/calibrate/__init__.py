@@ -1,6 +1,6 @@
-"""What codecs may know of a model: `hackkv calibrate`, or `python -m measure.calibrate`.
+"""Facts about a model that codecs may use: `hackkv calibrate`, or `python -m measure.calibrate`.
 
 text (windows of tokens) -> one pass of the model, exact attention -> a safetensors file, which the codecs read. For
-`rot-*` (`hackkv.codecs.rotated`) the pass gathers moments, of which `solve` makes bases and gains; for `kvquant-*`
-(`.kvquant`) it sees ranges and levels; for `zack` (`.zack`) `project` makes rotations of moments.
+`rot-*` (`hackkv.codecs.rotated`) the pass gathers moments, and `solve` makes bases and gains of them. For `kvquant-*`
+(`.kvquant`) the pass finds ranges and levels. For `zack` (`.zack`) `project` makes rotations of moments.
 """

@@ -3,10 +3,10 @@
 
 The model reads text with exact attention. For the codecs rot-* (the default), moments of its keys and queries give each
 KV head a basis in which codes lose least. With --target-bytes, the layers that suffer most get more bits than the
-others; given several times, it does so for several presets. For kvquant-*, its keys and values say between what bounds
-levels lie, and where; what an error counts follows from the loss's gradients (--sensitivity). For zack, moments of
-keys, queries and values give each KV head rotations by which channels are sorted; how many of them stay is up to the
-codec's settings. Every node of a cluster needs a file of the same bytes: copy it, do not make it again elsewhere.
+others; given several times, it does so for several presets. For kvquant-*, its keys and values determine the bounds and
+places of the levels; the loss's gradients say how much an error counts (--sensitivity). For zack, moments of keys,
+queries and values give each KV head rotations by which channels are sorted; the codec's settings say how many of them
+stay. Every node of a cluster needs a file of the same bytes: copy it, do not make it again elsewhere.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _positive(text: str) -> int:
 
 
 def _check_out(out: Path) -> None:
-    """Before the work and not after it."""
+    """Check before the work that the output can be written. Raises `ConfigError`."""
     if out.is_dir():
         raise ConfigError(f"{out}: is a folder")
     if not out.parent.is_dir():
@@ -100,7 +100,7 @@ def _check_out(out: Path) -> None:
 
 
 def _load(args: argparse.Namespace) -> tuple[Worker, str, TokenWindows]:
-    """Everything that the run needs, and the hash of the model. Raises `ConfigError`, also if the text is too short."""
+    """The worker, the hash of its model, and the windows. Raises `ConfigError`, also if the text is too short."""
     folder = find_model(args.model, args.dtype)
     config = ModelConfig(path=str(folder.path), dtype=args.dtype, threads=args.threads, backend=args.backend)
     worker = replace(load_worker(config, CodecConfig(name=EXACT_CODEC)), name=folder.name)
@@ -127,7 +127,7 @@ def _about(worker: Worker, source: str, windows: TokenWindows) -> dict[str, obje
 
 
 def write_atomically(out: Path, data: bytes) -> None:
-    """Write `data` to `out`, which holds what it held until all of it is on the disk. Raises `ConfigError`."""
+    """Write `data` to `out`, which keeps its old content until all of it is on the disk. Raises `ConfigError`."""
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with partial.open("wb") as file:

@@ -1,8 +1,8 @@
-"""Which layers get more bits than the others: `hackkv calibrate --target-bytes`.
+"""Layers that get more bits than the others: `hackkv calibrate --target-bytes`.
 
-What codes of a side of a layer cost is measured: the model reads text with them and everything else exact, and the loss
-is the KL of its predictions. One more bit takes three quarters of it, since errors halve, and costs the same bytes
-everywhere, so each bit goes where most is left to take.
+The cost of codes in one side (K or V) of one layer is measured. The model reads text with that side as codes and
+everything else exact, and the cost is the KL of its predictions. One more bit removes three quarters of it, since
+errors halve. A bit costs the same bytes everywhere, so each bit goes where most cost is left.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from hackkv.model.llama import Attend, Llama, flat_positions
 from measure.tasks import Ids
 
 TOKENS: Final = 1024
-"""Of a window that are read; fewer if it is shorter."""
+"""Tokens of a window that are read; fewer if it is shorter."""
 PAGE: Final = 64
 EXACT_BEFORE: Final = 1
-"""Pages before a query's own that it sees exactly, as it sees the first: a few bad rows there would hide the rest."""
+"""Pages before a query's own that the query sees exactly, like the first page. A few bad rows there would hide the
+rest."""
 SCORED_STEP: Final = 4
-"""Of the second half of the tokens every so many predictions are compared."""
+"""Predictions are compared at every so many tokens of the second half."""
 MOST_BITS: Final = 4
 
 Solved = Mapping[str, Tensor]
-"""Of one layer, as `solve` gives it."""
+"""Tensors of one layer, as `solve` gives them."""
 OnTokens = Callable[[int], None]
 
 
 def share(k_bits: float, v_bits: float, dim: int) -> float:
-    """Bytes of codes and scales of a token, as a share of those in FP16."""
+    """Bytes of a token's codes and scales, as a share of its bytes in FP16."""
     return (dim * (k_bits + v_bits) / 8 + 4) / (4 * dim)
 
 
@@ -56,7 +57,7 @@ def base_of(target: float, dim: int) -> LayerBits:
 
 
 def bases_of(targets: Sequence[float], dim: int) -> dict[float, LayerBits]:
-    """By target, what `base_of` says. Raises `ConfigError` also if two targets have one base."""
+    """Target -> its base (`base_of`). Raises `ConfigError` also if two targets have one base."""
     found = {target: base_of(target, dim) for target in targets}
     for base, count in Counter(found.values()).items():
         if count > 1:
@@ -65,7 +66,7 @@ def bases_of(targets: Sequence[float], dim: int) -> dict[float, LayerBits]:
 
 
 def spend(base: LayerBits, losses: Tensor, target: float, dim: int) -> LayerBits:
-    """Bits by layer within `target`, for losses [2, layers] of K and of V with the base's bits."""
+    """Bits by layer within `target`. `losses` [2, layers] are those of K and of V with the base's bits."""
     layers = losses.shape[1]
     bits = torch.tensor([[base.k_bits], [base.v_bits]]).repeat(1, layers)
     left = losses.double().clone()
@@ -82,7 +83,7 @@ def spend(base: LayerBits, losses: Tensor, target: float, dim: int) -> LayerBits
 
 
 def in_words(bits: LayerBits, dim: int) -> str:
-    """For the user: the codec that the bits are for, its bytes, and the layers that have more."""
+    """A line for the user: the codec that the bits are for, its bytes, and the layers that have more."""
     k, v = (sum(each) / len(each) for each in (bits.k, bits.v))
     more = [
         f"{name} has {width} bits in layers {', '.join(str(i) for i, each in enumerate(widths) if each == width)}"
@@ -94,7 +95,7 @@ def in_words(bits: LayerBits, dim: int) -> str:
 
 
 def losses_of(model: Llama, window: Ids, solved: Sequence[Solved], base: LayerBits, on_tokens: OnTokens) -> Tensor:
-    """KL in nats [2, layers] that K and V of each layer cost as codes of the base's bits, float64."""
+    """KL in nats, float64 [2, layers], with K or V of one layer as codes of the base's bits."""
     ids = torch.from_numpy(window[:TOKENS]).to(model.device)
     exact = _predictions(model, ids, _attend(None))
     on_tokens(len(ids))
@@ -112,7 +113,7 @@ def passes(layers: int) -> int:
 
 
 Coded = Callable[[Tensor], Tensor]
-"""Rows [T, Hkv, D] to what their codes stand for."""
+"""Rows [T, Hkv, D] -> the values that their codes stand for."""
 
 
 def _sides(solved: Sequence[Solved], base: LayerBits) -> Iterator[tuple[int, int, Coded]]:
@@ -122,7 +123,7 @@ def _sides(solved: Sequence[Solved], base: LayerBits) -> Iterator[tuple[int, int
 
 
 def coded_keys(k: Tensor, solved: Solved, bits: int) -> Tensor:
-    """K [T, Hkv, D] as codes in the calibrated basis leave it."""
+    """K [T, Hkv, D] after coding in the calibrated basis and decoding."""
     basis, mean = solved["basis"].double().to(k.device), solved["mean"].double().to(k.device)[:, None]
     rotated = ((k.double().transpose(0, 1) - mean) @ basis).half()
     feedback = Feedback(solved["gains"], solved["weights"]).to(k.device)
@@ -132,7 +133,7 @@ def coded_keys(k: Tensor, solved: Solved, bits: int) -> Tensor:
 
 
 def coded_values(v: Tensor, bits: int) -> Tensor:
-    """V [T, Hkv, D] as codes of rotated rows leave it."""
+    """V [T, Hkv, D] after coding rotated rows and decoding."""
     rotation = hadamard(v.shape[-1]).to(v.device)
     rotated = (v.double() @ rotation).half()
     back: Tensor = dequantize(bits, *quantize_rows(rotated, bits), torch.float64) @ rotation.mT
@@ -153,7 +154,7 @@ def _attend(coded: tuple[int, int, Coded] | None) -> Attend:
 
 
 def by_pages(q: Tensor, exact: tuple[Tensor, Tensor], sealed: tuple[Tensor, Tensor]) -> Tensor:
-    """Causal attention in which a query sees `sealed` rows of the pages between the first and those just before it."""
+    """Causal attention. A query sees `sealed` rows in the pages between the first page and its near pages."""
     out = torch.empty_like(q)
     for start in range(0, q.shape[0], PAGE):
         rows, near = slice(start, start + PAGE), max(PAGE, start - EXACT_BEFORE * PAGE)
@@ -165,7 +166,7 @@ def by_pages(q: Tensor, exact: tuple[Tensor, Tensor], sealed: tuple[Tensor, Tens
 
 
 def _predictions(model: Llama, ids: Tensor, attend: Attend) -> Tensor:
-    """Log probabilities [R, vocab] float64."""
+    """Log probabilities, float64 [R, vocab], at the tokens that are compared."""
     count = len(ids)
     scored = torch.arange(count // 2, count, SCORED_STEP, device=model.device)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The families of codecs that read a calibration file: a row of `FAMILIES` each. Nothing else knows them by name."""
+"""The families of codecs that read a calibration file: one row of `FAMILIES` each. No other code names them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What becomes of a model's rows."""
+    """The result of a fit."""
 
     tensors: Tensors
-    """Of the file, by name."""
+    """Name -> tensor of the file."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What the file also says of itself, as JSON."""
+    """More facts for the file's metadata, as JSON."""
     bits: Sequence[LayerBits] = ()
-    """Bits by layer, for each target."""
+    """Bits by layer, one for each target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class CodecFamily:
     fit: Callable[[Worker, TokenWindows, argparse.Namespace, Bar], Fitted]
     """Read the text and solve. Raises `NonFiniteError`."""
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    """Options of its own."""
+    """Adds the family's own options."""
     report: Callable[[Worker, Fitted, Path], Iterable[str]] = lambda worker, fitted, out: ()
-    """Lines for the user, once the file is written."""
+    """Lines for the user, after the file is written."""
 
 
 def _add_targets(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +116,7 @@ def _fit_projections(worker: Worker, windows: TokenWindows, _: argparse.Namespac
 
 
 def _removals(worker: Worker, _: Fitted, out: Path) -> Iterator[str]:
-    """What some rates of Eq. 6 leave."""
+    """Lines that say how many channels stay at some removal rates (ZACK, Eq. 6)."""
     found, dim = Projections.of(read_artifact(out), worker.model.spec.kv_shape), worker.model.spec.head_dim
     for removal in REMOVALS:
         k, v = found.means(removal)

@@ -1,8 +1,8 @@
-"""Gradients of the loss with respect to keys and values, for weights of what a codec's levels lose (`levels.py`).
+"""Gradients of the loss with respect to keys and values, as weights for the errors of a codec's levels (`levels.py`).
 
-The model that serves keeps no graph: its kernels write in place. So the same pass stands here once more, in torch.
-Only the input of each layer is kept on the way up; on the way down a layer is computed again and its graph is dropped
-when its gradients are known, so memory is that of one layer's graph.
+The model that serves keeps no graph: its kernels write in place. So the same pass is repeated here in torch. The pass
+up keeps only the input of each layer. The pass down computes a layer again and drops its graph when its gradients are
+known, so memory is that of one layer's graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOSS_ROWS: Final = 256
 """Rows whose logits are in memory at a time."""
 
 SeeGradients = Callable[[int, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]], None]
-"""(layer, rows of K, as rotated, rows of V, their positions [T], the loss's gradients with respect to both). Rows and
+"""(layer, rotated rows of K, rows of V, their positions [T], the loss's gradients with respect to both). Rows and
 gradients are float32 [T, Hkv, D]."""
 
 
@@ -53,7 +53,7 @@ def read_gradients(model: Llama, windows: tuple[Ids, ...], see: SeeGradients, on
 
 
 def loss_gradient(model: Llama, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Of the loss of the next tokens with respect to the rows [T, hidden] that the last layer gives."""
+    """Gradient of the loss of the next tokens with respect to `hidden` [T, hidden], the last layer's output."""
     head, norm = as_numbers(model.weights.lm_head).float(), model.weights.final_norm.float()
     parts = list[Tensor]()
     for at in range(0, len(ids), LOSS_ROWS):
@@ -67,7 +67,7 @@ def loss_gradient(model: Llama, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def _layer(model: Llama, layer: LayerWeights, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the layer makes of rows x [T, hidden] float32 of one sequence from its beginning; rotated K, and V."""
+    """(output [T, hidden], rotated K, V) of a layer for rows x, float32 [T, hidden], of a sequence from position 0."""
     spec, count = model.spec, len(x)
     num_rotated = spec.num_heads + spec.num_kv_heads
     bias = None if layer.qkv_bias is None else layer.qkv_bias.float()

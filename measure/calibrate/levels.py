@@ -1,12 +1,12 @@
-"""What the codecs `kvquant-*` may know of a model: ranges of keys by channel, and levels of keys and values by layer.
+"""Facts that the codecs `kvquant-*` use: ranges of keys by channel, and levels of keys and values by layer.
 
-Keys are looked at as they rest there, before the rotary embedding. A channel's range leaves out half a percent of its
-values at each end (KVQuant, arXiv 2401.18079, section 3.6). Levels are the means of k groups of what lies within ranges
-(k-means in one dimension). A value's error counts by what the loss feels of it (3.3): by the diagonal of the Fisher
+Keys are taken before the rotary embedding, as these codecs store them. A channel's range leaves out half a percent of
+its values at each end (KVQuant, arXiv 2401.18079, section 3.6). Levels are the means of k groups of the values within
+ranges (k-means in one dimension). A value's error counts by its effect on the loss (3.3): by the diagonal of the Fisher
 information, which is the square of the loss's gradient with respect to that value. Or all values count alike.
 
-The gradient is that of a value, and levels are of what it is within its range. So an error there would count by the
-square of the range as well; the authors' code leaves that out, and so do we, since it lost more at 2 bits
+The gradient is that of a value, while levels are of the value relative to its range. So an error should also count by
+the square of the range. The authors' code leaves that out, and so do we, since it lost more at 2 bits
 (docs/codecs.md).
 """
 
@@ -27,28 +27,28 @@ from measure.calibrate.moments import OnTokens, read
 from measure.tasks import Ids
 
 LEFT_ASIDE: Final = 0.005
-"""Share of a channel's keys beyond each end of its range."""
+"""Share of a channel's keys beyond each end of its range, on either side."""
 
 
 class Sensitivity(StrEnum):
-    """What an error of a value counts in the choice of levels."""
+    """The weight of a value's error in the choice of levels."""
 
     FISHER = "fisher"
     """The square of the loss's gradient."""
     NONE = "none"
-    """All alike."""
+    """All errors count alike."""
 
 
 SENSITIVITY: Final = Sensitivity.FISHER
 """The default."""
 
 BINS: Final = 8192
-"""Of a histogram from -1 to 1."""
+"""Bins of a histogram from -1 to 1."""
 
 ROUNDS: Final = 300
 
 Gradients = tuple[Tensor, Tensor]
-"""Of the loss with respect to rows of K and of V."""
+"""Gradients of the loss with respect to rows of K and of V."""
 
 
 class Seen:
@@ -59,8 +59,8 @@ class Seen:
         self._values = torch.zeros(BINS, dtype=torch.float64, device=device)
 
     def add(self, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, gradients: Gradients | None = None) -> None:
-        """Rows [T, Hkv, D] of keys that cos and sin [T, D/2] have rotated, and of values; `gradients` are with respect
-        to these. Without them all values count alike."""
+        """Add rows [T, Hkv, D]: keys that cos and sin [T, D/2] have rotated, and values. `gradients` are with respect
+        to these rows. Without them all values count alike."""
         back = (cos[:, None], -sin[:, None])
         self._keys.append(rotated(k.float(), *back).half())
         rows = v.half().float()
@@ -92,7 +92,7 @@ class Seen:
 def gather_levels(
     model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens, sensitivity: Sensitivity
 ) -> dict[str, Tensor]:
-    """The tensors of the file, by name. All keys of the windows are held in FP16 meanwhile, with weights as large.
+    """Name -> tensor of the file. Meanwhile all keys of the windows are held in FP16, with weights of the same size.
     Raises `NonFiniteError`."""
     spec = model.spec
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float32, device=model.device)
@@ -110,19 +110,19 @@ def gather_levels(
 
 
 def histogram(x: Tensor, middle: Tensor, reach: Tensor, weights: Tensor | None = None) -> Tensor:
-    """[BINS] float64: how many of (x - middle) / reach lie where between -1 and 1; those outside do not count.
+    """Histogram, float64 [BINS], of (x - middle) / reach between -1 and 1; values outside do not count.
 
-    With `weights` [like x] sums of weights, not numbers of values.
+    With `weights` [like x] a bin holds the sum of its weights, not the number of its values.
     """
     x = (x - middle) / reach
-    inside = x.abs() <= 1  # and no NaN, of vectors without a reach
+    inside = x.abs() <= 1  # also leaves out NaN, from vectors without a reach
     cost = None if weights is None else weights[inside].double()
     bins = ((x[inside] + 1) * (BINS / 2)).long().clamp(max=BINS - 1)
     return torch.bincount(bins, cost, minlength=BINS).double()
 
 
 def means(counts: Tensor, groups: int) -> Tensor:
-    """[groups] float64, ascending: what is nearest on average to the values that `counts` counted (Lloyd)."""
+    """Levels, float64 [groups], ascending: the k-means centres of a histogram `counts` [BINS] (Lloyd)."""
     centres = (torch.arange(BINS, dtype=torch.float64, device=counts.device) + 0.5) * (2 / BINS) - 1
     zero = torch.zeros(1, dtype=torch.float64, device=counts.device)
     below, moment = (torch.cat((zero, each.double().cumsum(0))) for each in (counts, counts * centres))

@@ -1,8 +1,8 @@
 """Moments of keys, queries and values per layer and KV head, over one pass of a model with exact attention.
 
 The rotary embedding rotates rows by their position, and windows are shorter than the contexts to come. So sums are
-taken before the embedding, and the moments are those that the rows would have if each stood at every position of the
-context. Moments of the windows' own positions fit short contexts only.
+taken before the embedding. The moments are those that the rows would have if each stood at every position of the
+context; moments at the windows' own positions would fit short contexts only.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from measure.tasks import Ids
 
 CHUNK_TOKENS: Final = 256
 LEFT_OUT: Final = 64
-"""The first rows of a window that do not count. Attention sinks are there: few rows, unlike all others."""
+"""The first rows of a window do not count. They hold attention sinks: few rows, unlike all others."""
 
 POSITION_STEP: Final = 7
-"""Every so many positions of the context stand for all."""
+"""One of so many positions of the context stands for its neighbours."""
 
 OnTokens = Callable[[int], None]
 """Called with the number of tokens that the model just read."""
@@ -32,12 +32,12 @@ OnTokens = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of one layer, float64."""
+    """Moments of one layer, float64."""
 
     mean: Tensor
-    """[Hkv, D]: of k, after the rotary embedding, over all positions of the context."""
+    """[Hkv, D]: mean of k after the rotary embedding, over all positions of the context."""
     covariance: Tensor
-    """[Hkv, D, D]: of k about its mean."""
+    """[Hkv, D, D]: covariance of k."""
     queries: Tensor
     """[Hkv, D, D]: E[q q^T] over the query heads of the group, not about a mean."""
     values: Tensor
@@ -53,7 +53,7 @@ class Sums:
         self.kk, self.qq, self.vv = (torch.zeros(heads, dim, dim, dtype=torch.float64, device=device) for _ in range(3))
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> None:
-        """Rows q [T, Hq, D] and k [T, Hkv, D] as `cos_sin` [T, D] have rotated them, and v [T, Hkv, D]."""
+        """Add rows q [T, Hq, D] and k [T, Hkv, D], which `cos_sin` [T, D] has rotated, and v [T, Hkv, D]."""
         values = v.double().transpose(0, 1)
         keys = rotated_back(k.double(), cos_sin).transpose(0, 1)
         queries = rotated_back(q.double(), cos_sin).unflatten(1, (keys.shape[0], -1)).transpose(0, 1).flatten(1, 2)
@@ -80,7 +80,7 @@ def rotated_back(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def spread(mean: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean [H, D] and second moment [H, D, D] of rows that are rotated by every one of cos, sin [P, D/2]."""
+    """Mean [H, D] and second moment [H, D, D] of rows rotated by every one of the P angles cos, sin [P, D/2]."""
     low, high = mean.chunk(2, dim=-1)
     c, s = cos.mean(0), sin.mean(0)
     cc, cs, ss = (x.mT @ y / len(cos) for x, y in ((cos, cos), (cos, sin), (sin, sin)))
@@ -93,7 +93,7 @@ def spread(mean: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 
 def gather(model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens) -> list[Moments]:
-    """The moments of every layer. Raises `NonFiniteError` naming the layer with a row that is not finite."""
+    """The moments of every layer. Raises `NonFiniteError` naming a layer with a row that is not finite."""
     spec = model.spec
     cos_sin = rotation_table(spec.rope, spec.max_context, model.device)
     sums = [Sums(spec.num_kv_heads, spec.head_dim, model.device) for _ in range(spec.num_layers)]
@@ -108,7 +108,7 @@ def gather(model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens) -> list[
 
 
 See = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
-"""(layer, rows of Q, of K, of V, as rotated, [T, heads, D], their positions [T])."""
+"""(layer, rotated rows of Q, rotated rows of K, rows of V, [T, heads, D] each, their positions [T])."""
 
 
 def read(model: Llama, windows: tuple[Ids, ...], see: See, on_tokens: OnTokens) -> None:
@@ -127,7 +127,7 @@ def read(model: Llama, windows: tuple[Ids, ...], see: See, on_tokens: OnTokens) 
 
 
 def _watching(attend: Attend, see: See, positions: Tensor) -> Attend:
-    """`attend`, and the last rows of every call are seen: those that stand at `positions`."""
+    """`attend`, which also shows the last rows of every call, those at `positions`, to `see`."""
 
     def watch(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if count := len(positions):
@@ -138,5 +138,5 @@ def _watching(attend: Attend, see: See, positions: Tensor) -> Attend:
 
 
 def counted_rows(windows: tuple[Ids, ...]) -> int:
-    """Rows that count: all but the first of each window."""
+    """Rows that count: all but the first `LEFT_OUT` of each window."""
     return sum(max(0, len(window) - LEFT_OUT) for window in windows)

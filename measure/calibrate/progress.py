@@ -1,4 +1,4 @@
-"""How far a calibration is."""
+"""The progress bar of a calibration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Bar:
-    """A bar of what is under way, where there is a terminal."""
+    """A bar for the current phase; silent if there is no terminal."""
 
     def __init__(self, console: Console, tokens: int) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -23,9 +23,9 @@ class Bar:
         self._progress.stop()
 
     def next(self, what: str, total: int) -> None:
-        """Something else begins."""
+        """Begin another phase."""
         self._progress.update(self._task, description=what, total=total, completed=0)
 
     def advance(self, count: int) -> None:
-        """So much more is done."""
+        """Add finished units to the bar."""
         self._progress.update(self._task, advance=count)

@@ -1,8 +1,8 @@
-"""From moments to what codec `zack` reads: rotations by which its channels are sorted (ZACK, §4.3).
+"""From moments to the tensors of codec `zack`: rotations by which its channels are sorted (ZACK, §4.3).
 
-For each KV head A_qk stacks Q of the query heads that ask it and K, as rows [., D]; A_vw stacks V and the columns of
-the query heads' slices of W_o. A = U Σ R^T follows from the Gram matrix A^T A = R Σ² R^T, so no row is kept. Rows of Q
-and K are taken at all positions of the context, as for `rot-*` (`moments.py`), where the paper has those of its text.
+For each KV head, A_qk stacks K and the Q of its query heads, as rows [., D]. A_vw stacks V and the columns of the query
+heads' slices of W_o. A = U Σ R^T follows from the Gram matrix A^T A = R Σ² R^T, so no row is kept. Rows of Q and K are
+taken at all positions of the context, as for `rot-*` (`moments.py`). The paper takes them at the positions of its text.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hackkv.codecs.zack import SIDES
 from measure.calibrate.moments import Moments
 
 ROUNDING: Final = 1e-12
-"""Eigenvalues of a Gram matrix below this share of the largest are 0 but for its rounding."""
+"""Eigenvalues of a Gram matrix below this share of the largest are rounding errors of 0."""
 
 
 def project(moments: Moments, rows: int, out: Tensor) -> dict[str, Tensor]:
     """R [Hkv, D, D] and singular values [Hkv, D] of both sides of a layer, by name, float32 on the processor.
 
-    `rows` of the text were counted; `out` [hidden, Hq * D] is W_o.
+    `rows` is the number of rows of the text that counted; `out` [hidden, Hq * D] is W_o.
     """
     heads, dim = moments.mean.shape
     slices = out.detach().cpu().double().unflatten(1, (heads, -1, dim)).permute(1, 0, 2, 3).flatten(1, 2)

@@ -1,11 +1,11 @@
-"""From moments to what the codecs `rot-*` read: a basis for K, its mean, and gains of the feedback inside a row.
+"""From moments to the tensors of the codecs `rot-*`: a basis for K, its mean, and gains of the feedback inside a row.
 
-Codes of one scale want channels that look alike, so K is whitened and then spread by a Hadamard matrix. To whiten it
-wholly would spend precision on directions that no query has, hence C^(-1/4) and not C^(-1/2). What matters is the error
-of q·k, e^T E[q q^T] e for an error e of k. Feedback makes that small in the basis T, where E[q q^T] is
-M = T^-1 Q T^-T: with M = R^T R, the levels of a row are chosen from the last channel on and every channel makes up for
-the errors of those after it (LDLQ of QuIP, arXiv 2307.13304). The rows of R, divided by their diagonal, are the
-gains; the squares of the diagonal weigh the errors that are left when a row's scale is fitted.
+Codes of one scale want channels that look alike, so K is whitened and then spread by a Hadamard matrix. Whitening it
+wholly would spend precision on directions that no query has, so the exponent is -1/4 and not -1/2. The error to
+minimize is that of q·k: e^T E[q q^T] e for an error e of k. Feedback minimizes it in the basis T, where E[q q^T] is
+M = T^-1 Q T^-T. With M = R^T R, the levels of a row are chosen from the last channel on, and every channel makes up for
+the errors of those after it (LDLQ of QuIP, arXiv 2307.13304). The rows of R, divided by their diagonal, are the gains.
+The squares of the diagonal weigh the errors that are left when a row's scale is fitted.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from measure.calibrate.moments import Moments
 
 POWER: Final = -0.25
 FLOOR: Final = 1e-3
-"""The least eigenvalue of the covariance, as a share of their mean: text has no rows in some directions."""
+"""The least eigenvalue of the covariance, relative to their mean: the text has no rows in some directions."""
 DAMP: Final = 0.1
-"""What is added to M's diagonal, as a share of its mean: the queries to come are not those of the text."""
+"""Share of its mean that is added to M's diagonal: the queries to come are not those of the text."""
 
 
 def solve(moments: Moments) -> dict[str, Tensor]:
     """`basis` and `gains` [Hkv, D, D], `mean` and `weights` [Hkv, D] of a layer, float32 on the processor."""
     covariance, queries = moments.covariance.cpu(), moments.queries.cpu()
     basis = power(covariance, POWER) @ hadamard(covariance.shape[-1])
-    # What is stored is what the gains must fit, so the metric is that of the rounded basis.
+    # The gains must fit the basis that is stored, so the metric is that of the rounded basis.
     stored = basis.float()
     back = torch.linalg.inv(stored.double())
     feedback = feedback_by(back @ queries @ back.mT)

@@ -1,7 +1,7 @@
 """The text of a calibration, as windows of tokens.
 
 By default it is code and documentation of this Python's library: the files that our trainers do not hold out, so that
-`hackkv eval` scores none of it. The first tokens of many files tell more than all of a few.
+`hackkv eval` scores none of them. The first tokens of many files tell more than all tokens of a few.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from measure.tasks import Ids, join
 
 WINDOW_TOKENS: Final = 2048
 DOCUMENT_TOKENS: Final = 1024
-"""The most of one file of the default text."""
+"""The most tokens of one file of the default text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class TokenWindows:
 
     windows: tuple[Ids, ...]
     source: str
-    """Where the text comes from."""
+    """A description of where the text comes from."""
     digest: str
     """SHA-256 of all tokens, little-endian int64, in hexadecimal digits."""
 
@@ -41,7 +41,7 @@ class TokenWindows:
 
 
 def windows_of(tokenizer: Tokenizer, file: Path | None, tokens: int, longest: int) -> TokenWindows:
-    """`tokens` of `file`, or of the default text, or as many as there are, in windows of at most `longest`.
+    """The first `tokens` tokens of `file` or of the default text, or all if there are fewer, in windows of `longest`.
 
     Raises `ConfigError` naming the file if it cannot be read as UTF-8.
     """
@@ -63,7 +63,7 @@ def _default(tokenizer: Tokenizer, tokens: int) -> Iterator[Ids]:
 
 
 def _first(parts: Iterator[Ids], tokens: int) -> Ids:
-    """The first `tokens` of all parts; no more parts are made than they need."""
+    """The first `tokens` of all parts; makes no more parts than they need."""
     taken, count = [np.array([], np.int64)], 0
     for part in parts:
         taken.append(part[: tokens - count])

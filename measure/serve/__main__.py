@@ -163,7 +163,7 @@ async def _measure(args: argparse.Namespace, notes: Console) -> dict[str, Any]:
 
 
 def _plan(args: argparse.Namespace, prompts: PromptMaker) -> list[PlannedRequest]:
-    """What to send. Arrivals have a random generator of their own, so another rate leaves lengths and texts as is."""
+    """The requests to send. Arrivals have a generator of their own, so another rate leaves lengths and texts alone."""
     arrival_rng, rng = (np.random.default_rng((args.seed, stream)) for stream in range(2))
     rate = math.inf if args.request_rate is None else args.request_rate
     if args.trace is None:
@@ -179,7 +179,7 @@ def _plan(args: argparse.Namespace, prompts: PromptMaker) -> list[PlannedRequest
 
 
 def _check_room(calls: Sequence[PlannedRequest], server: Server) -> None:
-    """Raises `ConfigError` if the server says that it cannot serve a request as long as the longest."""
+    """Raise `ConfigError` if the server says that it cannot serve requests as long as the longest one."""
     longest = max(call.prompt_tokens + call.output_tokens for call in calls)
     if server.max_tokens is not None and longest > server.max_tokens:
         raise ConfigError(
@@ -233,7 +233,7 @@ def _api_key(path: Path | None) -> str:
 
 
 def _rate_name(args: argparse.Namespace) -> float | str:
-    """The rate for JSON, which has no infinity: a word stands for it, as with vLLM."""
+    """The rate for JSON, which has no infinity: a word stands for it, as in vLLM."""
     if args.request_rate is None:
         return "trace" if args.trace else "inf"
     return "inf" if math.isinf(args.request_rate) else float(args.request_rate)

@@ -17,17 +17,17 @@ from measure.serve.shapes import Shape
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to come. `at_s` counts from the start of the run."""
+    """One request of the load. `at_s` counts seconds from the start of the run."""
 
     at_s: float
     prompt: str
     prompt_tokens: int
-    """By this program's count. The report uses the server's count where there is one."""
+    """By this program's count. The report prefers the server's count."""
     output_tokens: int
 
 
 class TraceRequest(BaseModel):
-    """One line of a trace: a text or a length in, a length out, and when it came. Other keys are ignored.
+    """One line of a trace: a text or a prompt length, an output length, and an arrival time. Other keys are ignored.
 
     The names are those of Mooncake's and AIPerf's traces and of vLLM's custom data sets. `timestamp` is in
     milliseconds from the start.
@@ -52,7 +52,7 @@ class TraceRequest(BaseModel):
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Every line of the file, by arrival. Raises `ConfigError` naming file and line."""
+    """Every line of the file, in the order of arrival. Raises `ConfigError` naming file and line."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold other line ends
     except (OSError, UnicodeDecodeError) as error:

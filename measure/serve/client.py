@@ -16,49 +16,49 @@ from measure.serve.calls import PlannedRequest
 
 _LONGEST_MESSAGE = 300
 _IDLE_S = 1.0
-"""How long a connection is kept for the next request. Servers close idle ones after 5 s (uvicorn): a request that is
-sent at that moment would fail."""
+"""Seconds for which a connection is kept for the next request. Servers close idle ones after 5 s (uvicorn), and a
+request that is sent at that moment would fail."""
 
 
 class Api(StrEnum):
-    """Which endpoint is called; the names are those of `vllm bench serve --backend`."""
+    """The endpoint to call; the names are those of `vllm bench serve --backend`."""
 
     COMPLETIONS = "openai"
     CHAT = "openai-chat"
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """Path of the endpoint."""
         return "/v1/completions" if self is Api.COMPLETIONS else "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What the server says of itself at /v1/models."""
+    """The server's answer at /v1/models."""
 
     model: str
     max_tokens: int | None
-    """Longest prompt plus output, if it tells."""
+    """Longest prompt plus output; None if the server does not say."""
     has_stages: bool
-    """It is one of ours and reports where a request's time went."""
+    """The server is one of ours and reports where a request's time went."""
 
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What became of a call. Durations in seconds, from the moment the request was sent.
+    """The outcome of a call. Durations are seconds from the moment at which the request was sent.
 
-    A call failed if `error` is not empty. Its times then cover what had come until it failed.
+    A call failed if `error` is not empty. Its times then cover the part that had arrived.
     """
 
     call: PlannedRequest
     sent_s: float = 0.0
-    """From the start of the run."""
+    """Seconds from the start of the run."""
     held_s: float = 0.0
-    """How long the request waited in this program, because of --max-concurrency or because the program was late."""
+    """Seconds that the request waited here, because of --max-concurrency or because the program was late."""
     token_s: list[float] = field(default_factory=list)
-    """When each chunk of text came."""
+    """Arrival of each chunk of text."""
     e2e_s: float = 0.0
-    """Until the end of the stream."""
+    """End of the stream."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
@@ -67,7 +67,7 @@ class RequestOutcome:
 
     @property
     def ok(self) -> bool:
-        """The whole answer came."""
+        """Whether the whole answer came."""
         return not self.error
 
     @property
@@ -89,7 +89,7 @@ class RequestOutcome:
 
 
 class Client:
-    """Speaks to one server."""
+    """An HTTP client of one server."""
 
     def __init__(self, url: str, api: Api, api_key: str = "", timeout_s: float = 600.0) -> None:
         self._api = api
@@ -120,7 +120,7 @@ class Client:
             raise ConfigError(f"--base-url: {where} does not list models as OpenAI does") from error
 
     async def send(self, call: PlannedRequest, fields: dict[str, Any]) -> RequestOutcome:
-        """Send a call and read its stream to the end; whatever goes wrong is in the outcome."""
+        """Send a call and read its stream to the end. Errors are reported in the outcome."""
         outcome = RequestOutcome(call, prompt_tokens=call.prompt_tokens)
         began = perf_counter()
         try:
@@ -144,7 +144,7 @@ class Client:
         return {**asked, "max_tokens": call.output_tokens, **streamed, **fields}
 
     async def _read(self, response: httpx.Response, outcome: RequestOutcome, began: float) -> str:
-        """Take in the stream; returns what went wrong, if anything did."""
+        """Read the stream into `outcome`; returns the error in words, empty if there is none."""
         finished, usage = False, None
         async for event in _events(response):
             if event == b"[DONE]":
@@ -203,6 +203,6 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _message(body: dict[str, Any]) -> str:
-    """What an error in OpenAI's envelope says."""
+    """The message of an error in OpenAI's envelope."""
     error = body["error"]
     return str(error["message"] if isinstance(error, dict) else error)[:_LONGEST_MESSAGE]

@@ -1,4 +1,4 @@
-"""Sends calls at their times, and never waits for one answer to send the next unless told to."""
+"""Sends calls at their times. It does not wait for an answer before the next call, unless concurrency is limited."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RequestSender(Protocol):
     """Sends one call; see `measure.serve.client.Client`."""
 
     async def send(self, call: PlannedRequest, fields: dict[str, Any]) -> RequestOutcome:
-        """Return what became of it."""
+        """Send a call and return its outcome."""
         ...
 
 
@@ -28,7 +28,7 @@ async def run_load(
     on_sent: Callable[[], None],
     on_outcome: Callable[[RequestOutcome], None],
 ) -> tuple[list[RequestOutcome], float]:
-    """Send every call; returns the outcomes in the order of the calls, and the seconds all of it took."""
+    """Send every call; returns the outcomes in the order of the calls, and the seconds of the whole run."""
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     began = perf_counter()
 
@@ -44,6 +44,6 @@ async def run_load(
     async with asyncio.TaskGroup() as group:
         tasks = []
         for call in calls:
-            await asyncio.sleep(began + call.at_s - perf_counter())  # not positive when late: only yields
+            await asyncio.sleep(began + call.at_s - perf_counter())  # if late, this is negative and only yields
             tasks.append(group.create_task(send_one(call)))
     return [task.result() for task in tasks], perf_counter() - began

@@ -29,13 +29,13 @@ PARTS: Final = (
     (SubStage.APPROXIMATION, "#a5d6b7"),
     (Stage.STREAM, "#5a5a5a"),
 )
-"""The parts of a bar, from the bottom up. A sub-stage has a part of its own, which its stage's part leaves out."""
+"""The parts of a bar, from the bottom up. A stage's part leaves out its sub-stages, which have parts of their own."""
 INSIDE: Final = {SubStage.QUANTIZE: Stage.PREFILL, SubStage.APPROXIMATION: Stage.DECODE}
 HEIGHT, DPI = 3.6, 110
 
 
 class StageMilliseconds(BaseModel):
-    """Of one stage, in milliseconds."""
+    """Statistics of one stage, in milliseconds."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,7 +43,7 @@ class StageMilliseconds(BaseModel):
 
 
 class ResultFile(BaseModel):
-    """What is read of a result file."""
+    """The fields of a result file that are read."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -53,7 +53,7 @@ class ResultFile(BaseModel):
     mean_e2el_ms: float
 
     def parts(self) -> dict[Stage | SubStage, float]:
-        """Mean milliseconds of each part; together they are the job completion time."""
+        """Mean milliseconds of each part; they sum to the job completion time."""
         parts: dict[Stage | SubStage, float] = {stage: self.stages[stage].mean for stage in Stage}
         for part, stage in INSIDE.items():
             parts[part] = min(self.sub_stages[part].mean, parts[stage])
@@ -62,7 +62,7 @@ class ResultFile(BaseModel):
 
 
 def read_run(path: Path) -> ResultFile:
-    """Raises `ConfigError` naming the file if it is no result with stages."""
+    """Read a result file. Raises `ConfigError` naming the file if it is no result with stages."""
     try:
         return ResultFile.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -74,7 +74,7 @@ def read_run(path: Path) -> ResultFile:
 
 
 def draw(runs: Sequence[ResultFile], path: Path) -> None:
-    """Write the picture; the suffix says which kind."""
+    """Write the picture; the suffix of `path` says which format."""
     figure = Figure(figsize=(2.6 + 1.1 * len(runs), HEIGHT), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -98,7 +98,7 @@ def draw(runs: Sequence[ResultFile], path: Path) -> None:
 
 
 def print_table(runs: Sequence[ResultFile], console: Console) -> None:
-    """The same numbers."""
+    """Print the numbers of the picture."""
     table = Table("mean, ms", title="job completion time by stage", title_justify="left")
     for run in runs:
         table.add_column(run.label, justify="right")

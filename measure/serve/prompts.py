@@ -1,6 +1,6 @@
 """Prompts of a wanted number of tokens, cut from the text that the shipped model's trainer held out.
 
-Random words would say little about a codec: what a model does with its KV cache depends on what it reads.
+Random words would say little about a codec: its effect on a model depends on the text that the model reads.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class PromptMaker:
         self._ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
 
     def count(self, text: str) -> int:
-        """Tokens of `text`, with those that the tokenizer puts around it."""
+        """Tokens of `text`, including those that the tokenizer puts around it."""
         return len(self._tokenizer.encode(text).ids)
 
     def ids(self, tokens: int, rng: np.random.Generator) -> list[int]:
-        """Tokens of the text from a random place on."""
+        """`tokens` ids of the text from a random place on."""
         return self._slice(int(rng.integers(len(self._ids))), tokens)
 
     def text(self, tokens: int, rng: np.random.Generator) -> tuple[str, int]:
-        """A text of `tokens` tokens, or as near as can be, and how many it has.
+        """A text of `tokens` tokens, or as near as possible, and its count.
 
-        A text that is cut between two tokens may have others when it is read again, so the cut is moved until the
-        count is right; texts for which it never is are off by a token.
+        A text that is cut between two tokens may be tokenized differently, so the cut is moved until the count is
+        right. Texts for which it never is are off by a token.
         """
         start = int(rng.integers(len(self._ids)))
         wanted, best = tokens, ("", 0)
@@ -73,7 +73,7 @@ class PromptMaker:
         return best
 
     def _slice(self, start: int, tokens: int) -> list[int]:
-        """`tokens` ids from `start` on; after the last comes the first."""
+        """`tokens` ids from `start` on; the first id follows the last."""
         ids = self._ids[start : start + tokens]
         while len(ids) < tokens:
             ids += self._ids[: tokens - len(ids)]

@@ -19,7 +19,7 @@ _COLUMNS = ("mean", "median", "std", "p90", "p99")
 
 
 def print_report(result: dict[str, Any], console: Console) -> None:
-    """Throughput, latencies, stages, bytes and errors."""
+    """Print throughput, latencies, stages, bytes and errors."""
     console.print(_throughput(result))
     if result["completed"]:
         latencies = {

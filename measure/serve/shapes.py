@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: the data sets of the HACK paper (Table 4), or fixed lengths."""
+"""Lengths of prompts and outputs: those of the HACK paper's data sets (Table 4), or fixed ones."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _HALVINGS = 80
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Lengths in tokens, of which mean, minimum and maximum are known."""
+    """A distribution of lengths in tokens, given by its mean, minimum and maximum."""
 
     mean: float
     low: float
     high: float
 
     def scaled(self, factor: float) -> Spread:
-        """The same, `factor` times as long."""
+        """The same distribution with all lengths times `factor`."""
         return Spread(self.mean * factor, self.low * factor, self.high * factor)
 
     def draw(self, count: int, rng: np.random.Generator) -> list[int]:
         """`count` lengths of at least 1 token.
 
-        Table 4 gives no more than three numbers, so the lengths follow the distribution that assumes nothing else: the
-        one of greatest entropy with that mean on that interval, which is an exponential cut off at both ends.
+        Table 4 gives only three numbers, so the lengths follow the distribution that assumes nothing else: that of
+        greatest entropy with this mean on this interval, which is an exponential cut off at both ends.
         """
         if self.low == self.high:
             return [max(1, round(self.mean))] * count
@@ -42,7 +42,7 @@ class Spread:
 
 
 def _steepness(mean: float) -> float:
-    """k of the density proportional to exp(k x) on [0, 1] that has this mean, by bisection."""
+    """k of the density proportional to exp(k x) on [0, 1] whose mean is `mean`, by bisection."""
     low, high = -_STEEPEST, _STEEPEST
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -65,7 +65,7 @@ class Shape:
     output: Spread
 
     def scaled(self, factor: float) -> Shape:
-        """Both, `factor` times as long."""
+        """Both distributions with all lengths times `factor`."""
         return Shape(self.prompt.scaled(factor), self.output.scaled(factor))
 
 

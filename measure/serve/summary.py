@@ -1,7 +1,7 @@
-"""From outcomes to numbers, under the keys of `vllm bench serve` and some of our own.
+"""Statistics of outcomes, under the keys of `vllm bench serve` and some of our own.
 
-Two differences from vLLM are deliberate. `e2el` lasts until the end of the stream, as the client's wait and the sum of
-our stages do. `failed` also counts streams that break off or carry an error after a status of 200.
+Two differences from vLLM are deliberate. `e2el` lasts until the end of the stream, as do the client's wait and the sum
+of our stages. `failed` also counts streams that break off or carry an error after a status of 200.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 class Metric(StrEnum):
-    """What is measured of each request, in milliseconds."""
+    """Metrics of a request, in milliseconds."""
 
     TTFT = "ttft"
     TPOT = "tpot"
@@ -49,7 +49,7 @@ def is_good(outcome: RequestOutcome, limits: Mapping[Metric, float]) -> bool:
 
 
 def summarize(outcomes: Sequence[RequestOutcome], duration_s: float, limits: Mapping[Metric, float]) -> dict[str, Any]:
-    """The numbers of a run. Latencies cover requests that completed. A metric without values is left out."""
+    """The numbers of a run. Latencies cover requests that completed; a metric without values has zeros."""
     done = [outcome for outcome in outcomes if outcome.ok]
     inputs, outputs = sum(each.prompt_tokens for each in done), sum(each.output_tokens for each in done)
     summary: dict[str, Any] = {
@@ -75,7 +75,7 @@ def summarize(outcomes: Sequence[RequestOutcome], duration_s: float, limits: Map
 
 
 def details(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
-    """The same lists that vLLM saves with `--save-detailed`, in the order of sending; seconds."""
+    """The lists that vLLM saves with `--save-detailed`, in the order of sending; times in seconds."""
     return {
         "input_lens": [outcome.prompt_tokens for outcome in outcomes],
         "output_lens": [outcome.output_tokens for outcome in outcomes],
@@ -89,7 +89,7 @@ def details(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
 
 
 def _statistics(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles; empty without values."""
+    """Mean, median, standard deviation and percentiles; zeros without values."""
     if not values:
         return dict.fromkeys(("mean", "median", "std", *(f"p{percent}" for percent in PERCENTILES)), 0.0)
     array = np.array(values)

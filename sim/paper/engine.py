@@ -1,4 +1,4 @@
-"""The formulas as a cost model, so that the simulator can run the paper's clusters; and the good engine's numbers."""
+"""The paper's formulas as a cost model, so that the simulator can run its clusters; and the times of a good engine."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from sim.sizes import sizes_of
 from sim.spec import Codec, Efficiency, ReplicaPool, Spec
 
 CODECS = {"baseline": "fp16", "CacheGen": "hack", "KVQuant": "hack", "HACK": "hack"}
-"""Which codec's pages the simulator counts; the wire carries the paper's ratios."""
+"""Method -> the codec whose pages the simulator counts. The wire carries the paper's ratios."""
 _PAGES = 40_000
 
 
 @dataclass(frozen=True, slots=True)
 class PaperCost:
-    """Durations of the formulas. Prompts cost what the mean square of their lengths says; a step's time per sequence
-    does not depend on the others, as in the formulas."""
+    """Durations of the formulas. A prompt's cost follows the mean square of the lengths. The step time of a sequence
+    does not depend on the other sequences, as in the formulas."""
 
     at: Setup
     method: str
     p: Parameters
 
     def prefill(self, chunks: Sequence[tuple[int, int]]) -> PassCost:
-        """The formula's time, by the FLOPs of these chunks."""
+        """The formula's time, shared out by the FLOPs of these chunks."""
         whole = prefill_s(self.at, self.method, self.p)
         linear, square = self._split(whole)
         seconds = sum(
@@ -44,7 +44,7 @@ class PaperCost:
         return PassCost(seconds + quantize, quantize)
 
     def _split(self, whole: float) -> tuple[float, float]:
-        """What grows with the length, and what with its square."""
+        """The part of `whole` that grows with the length, and the part that grows with its square."""
         without = prefill_s(self.at, self.method, self.p.model_copy(update={"attention": 0.0}))
         return without, whole - without
 
@@ -54,20 +54,20 @@ class PaperCost:
         return LinearStep(batch, fixed + more_fixed, (row + more_row) / batch, more_row / batch)
 
     def replay(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """No node fails here."""
+        """0: no node fails here."""
         return 0.0
 
     def swap(self, num_bytes: int) -> float:
-        """Pages never run short here."""
+        """0: pages never run short here."""
         return 0.0
 
 
 def simulated_jct(case: Case, at: Setup, method: str, p: Parameters, requests: int, seed: int) -> float:
-    """Mean JCT in the simulator: the paper's fleet and load, transfers that block their prefill replica."""
+    """Mean JCT in seconds in the simulator: the paper's fleet and load, and transfers that block their replica."""
     decode_count = 4
     instance, decode = shipped().instances[case.prefill], numbers().decode
     whole = line_bytes_s(at, p)
-    # Pages are counted at the codec's size; the line is scaled so that a handoff takes what the paper's bytes take.
+    # Pages have the codec's size. The line is scaled so that a handoff takes as long as the paper's bytes would.
     sizes = sizes_of(Codec(name=CODECS[method]), at.model.kv_shape)
     scale = sizes.resting_ratio / RATIOS[method]
     rated = instance.network_gbit_s * min(1.0, at.tp / instance.gpus) * 1e9 / 8

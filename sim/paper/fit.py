@@ -27,25 +27,25 @@ BOUNDS: Final = {
     "kvquant": (1.0, 2.0),
     "rho": (0.3, 0.92),
 }
-"""What an engine can plausibly be."""
+"""Ranges that are plausible for an engine."""
 _SHARE_WEIGHT: Final = 0.2
-"""Of the mean error in transfer shares, beside that in reductions."""
+"""Weight of the mean error in transfer shares, relative to that in reductions."""
 _RATE: Final = 0.18
 """Requests per second: the largest that the paper names (Fig. 1d)."""
 _RATE_WEIGHT: Final = 5.0
-"""Points that a load of twice or none of that would cost. Rate and shares cannot both be met."""
+"""Points of cost per relative error of the load. Rate and shares cannot both be met."""
 _SEED: Final = 1
 
 
 class Fits(Frozen):
-    """Two fits: to all cases, which only describes, and to `FITTED`, which leaves cases to be predicted."""
+    """Two fits. `all_cases` only describes the paper; `held_out` is fitted to `FITTED` and predicts the other cases."""
 
     all_cases: Parameters
     held_out: Parameters
 
 
 def fits() -> Fits:
-    """As they were fitted."""
+    """The fits in the file."""
     return load(Fits, FILE)
 
 
@@ -57,7 +57,7 @@ def errors(p: Parameters, cases: Collection[str]) -> Floats:
 
 
 def share_errors(p: Parameters, cases: Collection[str]) -> Floats:
-    """Model less paper in shares of the transfer, in points, for the cases by GPU."""
+    """Model less paper in the transfer's share of JCT, in points, for the cases that stand for a GPU."""
     paper = numbers()
     gpus = {"Cocktail": "A10G", "T4": "T4", "L4": "L4", "V100": "V100", "A100": "A100"}
     found = [
@@ -71,7 +71,8 @@ def share_errors(p: Parameters, cases: Collection[str]) -> Floats:
 def fit(cases: Collection[str], *, by_rate: bool) -> Parameters:
     """The parameters within `BOUNDS` of least mean absolute error, by differential evolution with a fixed seed.
 
-    Reductions alone leave the load open: it follows the paper's rate (`by_rate`) or its shares of the transfer.
+    Reductions alone do not determine the load. The fit takes it from the paper's rate (`by_rate`) or from the paper's
+    transfer shares.
     """
     from scipy.optimize import differential_evolution  # noqa: PLC0415 (only who fits needs it)
 
@@ -94,7 +95,7 @@ def fit(cases: Collection[str], *, by_rate: bool) -> Parameters:
 
 
 def write_fits() -> Fits:
-    """Fit both and keep them."""
+    """Fit both and write them to the file."""
     found = Fits(all_cases=fit(tuple(numbers().cases), by_rate=False), held_out=fit(FITTED, by_rate=True))
     data = {
         name: {key: float(f"{value:.4g}") for key, value in one.items()} for name, one in found.model_dump().items()

@@ -5,9 +5,9 @@
     decode    o [weights / (0.8 t HBM) + ctx u (a_M r + a_X / sigma)], and dequantizing o (d_0 + d_1 ctx u)
     wait      M/G/c (Allen-Cunneen) before c prefill replicas, which stay busy while they send
 
-n, o are tokens of prompt and output, N parameters, t GPUs that share a layer, u = L h d / t beside Llama-70B on 4
-GPUs. The load is the one at which the baseline keeps `rho` of its prefill replicas busy. sigma is 2 for HACK where
-INT8 products exist, else 1.
+n and o are tokens of prompt and output, N parameters, t GPUs that share a layer, and u = L h d / t in multiples of that
+of Llama-70B on 4 GPUs. The load is the rate at which the baseline keeps `rho` of its prefill replicas busy. sigma is 2
+for HACK if INT8 products exist, else 1.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ FLOW_GBIT_S: Final = 5.0
 LINE: Final = 0.9
 HBM: Final = 0.8
 QUANTIZE: Final = 0.02
-"""Of HACK's prefill."""
+"""Quantizing takes this share of HACK's prefill."""
 APPROXIMATE: Final = 0.1
-"""Of what dequantizing would take."""
+"""HACK's approximation takes this share of the time that dequantizing would."""
 DATA: Final = {**SHAPES, "falcon-arxiv": Shape(Spread(1_800, 1_600, 2_000), Spread(243, 29, 464))}
 """Falcon reads arXiv cut to 2K tokens."""
 
 
 class Parameters(Frozen):
-    """What is fitted."""
+    """The fitted parameters; the docstring of a field is its symbol in the formulas."""
 
     compute: float
     """e_p"""
@@ -62,7 +62,7 @@ class Parameters(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A case with everything that the formulas need of it."""
+    """A case with all values that the formulas need."""
 
     model: ModelShape
     gpu: Gpu
@@ -79,21 +79,21 @@ class Setup:
 
     @property
     def unit(self) -> float:
-        """u on the decode replica."""
+        """The factor u of the formulas on the decode replica, relative to Llama-70B on 4 GPUs."""
         model = self.model
         return model.layers * model.heads * model.head_dim / self.decode_tp / (80 * 64 * 128 / 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Seconds of one request, mean."""
+    """Mean seconds of one request, by part."""
 
     prefill: float
     quantize: float
     wait: float
     transfer: float
     decode: float
-    """Without the next."""
+    """Decoding without `approximate`."""
     approximate: float
     """Dequantizing, or HACK's approximation."""
 
@@ -132,7 +132,7 @@ def _setup(data: str, model_name: str, prefill: str) -> Setup:
 
 
 def prefill_s(at: Setup, method: str, p: Parameters) -> float:
-    """Seconds of a prompt, without quantizing."""
+    """Seconds to compute a prompt, without quantizing."""
     model, n = at.model, at.prompt
     sigma = 2.0 if method == "HACK" and at.gpu.int8_tops else 1.0
     flops = 2 * model.parameters * n + p.attention * model.attention_flops / 2 * n * n * at.square / sigma
@@ -154,7 +154,7 @@ def transfer_s(at: Setup, method: str, p: Parameters) -> float:
 
 
 def step_s(at: Setup, method: str, p: Parameters) -> tuple[float, float, float, float]:
-    """A decode step: (fixed, per row of context, and what dequantizing adds to both), in seconds."""
+    """Seconds of a decode step: (fixed, per row of context, what dequantizing adds to the first, to the second)."""
     weights = at.model.parameters * FP16_BYTES / (at.decode_tp * HBM * at.decode_gpu.memory_gb_s * 1e9)
     sigma = 2.0 if method == "HACK" else 1.0
     row = at.unit * (p.memory_us * RATIOS[method] + p.product_us / sigma) * 1e-6
@@ -163,7 +163,7 @@ def step_s(at: Setup, method: str, p: Parameters) -> tuple[float, float, float, 
 
 
 def erlang_wait(load: float, servers: int) -> float:
-    """Mean wait of M/M/c in service times, at `load` per server."""
+    """Mean wait of M/M/c, in units of the service time, at `load` per server."""
     offered = load * servers
     blocked = 1.0
     for count in range(1, servers + 1):
@@ -178,7 +178,7 @@ def arrival_rate(at: Setup, p: Parameters) -> float:
 
 
 def parts_of(at: Setup, method: str, p: Parameters) -> Parts:
-    """Where a request's time goes, mean."""
+    """Mean seconds of a request, by part."""
     prefill, transfer = prefill_s(at, method, p), transfer_s(at, method, p)
     quantize = QUANTIZE * prefill if method == "HACK" else 0.0
     busy = prefill + quantize + transfer
@@ -191,13 +191,13 @@ def parts_of(at: Setup, method: str, p: Parameters) -> Parts:
 
 
 def reductions(at: Setup, p: Parameters) -> tuple[float, float, float]:
-    """Of JCT by HACK against baseline, CacheGen and KVQuant, in percent."""
+    """JCT that HACK saves against baseline, CacheGen and KVQuant, in percent."""
     hack = parts_of(at, "HACK", p).jct
     base, cachegen, kvquant = (100 * (1 - hack / parts_of(at, other, p).jct) for other in RATIOS if other != "HACK")
     return base, cachegen, kvquant
 
 
 def transfer_share(at: Setup, p: Parameters) -> float:
-    """Of the baseline's JCT, in percent."""
+    """The transfer's share of the baseline's JCT, in percent."""
     parts = parts_of(at, "baseline", p)
     return 100 * parts.transfer / parts.jct

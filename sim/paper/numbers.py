@@ -1,4 +1,4 @@
-"""The paper's numbers as it prints them."""
+"""The numbers that the paper prints."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ FITTED: Final = ("arXiv", "Cocktail", "V100", "A100", "Mistral-7B", "Yi-34B")
 
 
 class Case(Frozen):
-    """One group of bars."""
+    """One group of bars in figures 9, 11 and 12."""
 
     data: str
     model: str
     prefill: str
     reductions: tuple[float, float, float]
-    """Of JCT by HACK against baseline, CacheGen, KVQuant, in percent."""
+    """JCT that HACK saves against baseline, CacheGen and KVQuant, in percent."""
     figure: int
 
 
 class Fig10(Frozen):
-    """Where the time goes, in percent."""
+    """Figure 10: where the time goes, in percent."""
 
     prefill_cut: dict[str, tuple[float, float]]
     decode_cut: dict[str, tuple[float, float]]
@@ -36,14 +36,14 @@ class Fig10(Frozen):
 
 
 class Fig14(Frozen):
-    """JCT from 1 to 8 prefill replicas, percent more."""
+    """Figure 14: how much JCT grows from 1 to 8 prefill replicas, in percent."""
 
     baseline: float
     others: tuple[float, float]
 
 
 class Numbers(Frozen):
-    """Everything in `numbers.yaml`; comments there say where it stands."""
+    """The contents of `numbers.yaml`; comments there say where the paper prints each number."""
 
     cases: dict[str, Case]
     fleet: dict[str, int]
@@ -61,5 +61,5 @@ class Numbers(Frozen):
 
 @cache
 def numbers() -> Numbers:
-    """Read once."""
+    """The contents of `numbers.yaml`, read once."""
     return load(Numbers, Path(__file__).with_name("numbers.yaml"))

@@ -121,7 +121,7 @@ def _parts(paper: Numbers, p: Parameters) -> Iterator[Sequence[object]]:
 
 
 def _cuts(paper: Numbers, p: Parameters) -> Iterator[Sequence[object]]:
-    """What HACK saves of each stage, the paper's number and ours in turn."""
+    """The share that HACK saves of each stage: the paper's number, then ours."""
     told = paper.fig10
     for name in SHORT:
         at = setup_of(paper.cases[name])

@@ -14,7 +14,7 @@ from sim.spec import Codec, Efficiency
 
 SHORT = ("IMDb", "HumanEval", "arXiv", "Cocktail")
 OTHER_MEMORY = 0.06
-"""Of a decode replica's memory."""
+"""Share of a decode replica's memory that holds neither weights nor KV."""
 TABLE5 = (
     ("baseline", "fp16"),
     ("CacheGen", None),
@@ -25,7 +25,7 @@ TABLE5 = (
     ("", "rot-k4v4"),
     ("", "fp8"),
 )
-"""The paper's method, and the codec that takes its place; None where none does."""
+"""The paper's method, and our codec in its place; None if no codec stands for it."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _ablations(paper: Numbers) -> Iterator[str]:
 
 
 def ablation_s(at: Setup, batch: int) -> tuple[float, float]:
-    """Seconds of decoding that a request takes longer in a good engine without SE, and without RQE."""
+    """Seconds that decoding takes longer per request in a good engine: (without SE, without RQE)."""
     good, model, gpu = Efficiency(), at.model, at.decode_gpu
     codes = 2 * model.layers * model.kv_heads * model.head_dim
     flops = at.decode_tp * gpu.fp16_tflops * 1e12 * good.compute
@@ -155,6 +155,6 @@ def ablation_s(at: Setup, batch: int) -> tuple[float, float]:
 
 
 def good_jct(codec: str, page_tokens: int) -> float:
-    """JCT of Cocktail on A10G with a good engine at batch 16 and pages of another size, in seconds."""
+    """JCT in seconds of Cocktail on A10G, with a good engine at batch 16 and pages of `page_tokens`."""
     at = setup_of(numbers().cases["Cocktail"])
     return sum(good_engine(at, Codec(name=codec, settings={"page_tokens": page_tokens}), 16))

@@ -1,4 +1,4 @@
-"""Which of the machines that can be had a plan leaves idle, and why."""
+"""Available machines that a plan leaves idle, and why."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sim.spec import Spec
 def idle(
     spec: Spec, demand: ServiceTarget, candidate: ClusterCandidate, budget: float | None
 ) -> list[tuple[str, str, str]]:
-    """(instance, idle GPUs, why) for every instance of `plan.available` of which some are left. `budget` is in dollars
-    per hour; None if the rate is given."""
+    """(instance, idle GPUs, why) for every instance of `plan.available` of which a plan uses fewer than all. `budget`
+    is in dollars per hour; None if the rate is given."""
     rows = []
     for name, count in spec.plan.available.items():
         gpus = spec.tables.instances[name].gpus * count
@@ -38,7 +38,7 @@ def _why(spec: Spec, demand: ServiceTarget, candidate: ClusterCandidate, of: tup
 
 
 def _spare(able: list[Rig], left: int, usd: float, budget: float | None) -> str:
-    """Why no more of what could be used is."""
+    """Why the plan uses no more of the rigs that could serve."""
     small = min(rig.pool.gpus for rig in able)
     if small > left:
         return f"a replica takes {small} GPUs"

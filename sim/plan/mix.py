@@ -1,8 +1,9 @@
-"""Which kinds of replicas share a role, where no kind alone is there in sufficient number: an integer program.
+"""A mix of kinds of replicas for a role, if no kind alone is available in sufficient number: an integer program.
 
-A replica of a kind serves 1 / `Part.alone` of the load. Chosen are whole replicas of least cost whose shares sum to 1
-in every role, with no more GPUs of an instance than can be had; HiGHS solves it (`scipy.optimize.milp`). Shares add up
-only nearly: a queue before replicas of several speeds waits longer than one before equal ones. The simulator knows.
+A replica of a kind serves 1 / `Part.alone` of the load. The program chooses whole replicas of least cost. In every role
+their shares sum to at least 1, and no instance exceeds its available GPUs. HiGHS solves it (`scipy.optimize.milp`).
+Adding shares is only nearly right: a queue before replicas of several speeds waits longer than one before equal ones.
+The simulator corrects that.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from sim.plan.parts import Part
 
 RIGS: Final = 3
-"""Splits of an instance that a role may have."""
+"""The most splits of one instance that a role is offered."""
 _GPU_USD: Final = 1e-6
-"""Of equal cost, fewer GPUs are better; prices of machines of one's own are 0."""
+"""Tie-break per GPU: of mixes of equal cost, the one with fewer GPUs wins. Prices of one's own machines are 0."""
 _GAP: Final = 1e-3
-"""Share of the least cost within which an answer counts as the least."""
+"""Relative gap to the least cost at which the solver may stop."""
 _SECONDS: Final = 10.0
 
 
 def cheapest_mix(roles: Sequence[Sequence[Part]], available: Mapping[str, int]) -> list[tuple[Part, ...]] | None:
-    """Role -> its parts, in the order of `roles`; None if what can be had does not suffice."""
+    """The parts of each role, in the order of `roles`; None if the available machines do not suffice."""
     sides = [best_of_each(role) for role in roles]
     parts = [part for side in sides for part in side]
     gpus = np.array([part.rig.pool.gpus for part in parts], dtype=float)
@@ -50,7 +51,7 @@ def cheapest_mix(roles: Sequence[Sequence[Part]], available: Mapping[str, int]) 
 
 
 def best_of_each(role: Iterable[Part], count: int = RIGS) -> list[Part]:
-    """So many splits of every instance, those of least cost."""
+    """The `count` splits of every instance that cost least."""
     kept: dict[str, list[Part]] = {}
     for part in sorted(role, key=lambda part: part.role_usd):
         kept.setdefault(part.rig.pool.instance, []).append(part)

@@ -1,4 +1,4 @@
-"""What the cluster has to keep: `ttft_p90=2s,tpot_p90=50ms`."""
+"""Limits that the cluster must keep: `ttft_p90=2s,tpot_p90=50ms`."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def parse(text: str) -> tuple[Limit, ...]:
 
 
 def tightest(limits: Sequence[Limit], metric: str) -> float:
-    """The least limit on a metric, in seconds; infinite without one."""
+    """The smallest limit on a metric, in seconds; infinite if there is none."""
     return min((limit.seconds for limit in limits if limit.metric == metric), default=float("inf"))

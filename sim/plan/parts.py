@@ -1,4 +1,4 @@
-"""What a plan is made of: kinds of replicas, so many of each, and a cluster of them."""
+"""The parts of a plan: kinds of replicas, a count of each, and a cluster of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sim.sizes import CodecSizes, sizes_of
 from sim.spec import Codec, ReplicaPool, Spec
 
 MOST: Final = 200_000
-"""Replicas beyond which nothing is sought."""
+"""The search gives up beyond this number of replicas."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rig:
-    """A kind of replica: a pool of one, with a codec."""
+    """A kind of replica: a pool with one replica, and a codec."""
 
     spec: Spec
     pool: ReplicaPool
@@ -29,36 +29,36 @@ class Rig:
 
     @cached_property
     def sizes(self) -> CodecSizes:
-        """Of the codec."""
+        """Sizes of the codec on this model."""
         return sizes_of(self.codec, self.spec.shape.kv_shape)
 
     @cached_property
     def instance(self) -> Instance:
-        """Its machine."""
+        """The machine of the replica."""
         return self.spec.instance_of(self.pool)
 
     @cached_property
     def line(self) -> float:
-        """Bytes per second of its line, or of its part of its rack's uplink."""
+        """Bytes per second of the replica's line, or of its part of its rack's uplink if that is less."""
         return crossing_of(self.spec, self.pool)
 
     @cached_property
     def usd(self) -> float:
-        """Of a replica, per hour."""
+        """Dollars per hour of one replica."""
         return self.spec.usd_of(self.pool)
 
     @cached_property
     def cost(self) -> CostModel:
-        """Durations."""
+        """The cost model of the replica."""
         return cost_of(self.spec, self.pool, self.sizes)
 
     @cached_property
     def pages(self) -> int:
-        """Raises `ConfigError` if weights leave no room."""
+        """Pages of the replica. Raises `ConfigError` if weights leave no room."""
         return pages_of(self.spec, self.pool, self.sizes)
 
     def holds(self, tokens: int, *, by_host: bool) -> bool:
-        """Whether a request of so many tokens fits."""
+        """Whether a request of `tokens` tokens fits; with `by_host`, also into host memory."""
         footprint = self.sizes.footprint
         try:
             room = self.pages
@@ -69,7 +69,7 @@ class Rig:
         return footprint.pages(tokens) < room
 
     def prompt_s(self, tokens: int) -> float:
-        """Seconds of a prompt alone."""
+        """Seconds to compute a prompt alone."""
         step = self.pool.chunk_tokens
         starts = range(0, tokens, step)
         return sum(self.cost.prefill([(start, min(step, tokens - start))]).seconds for start in starts)
@@ -85,30 +85,30 @@ class Part:
 
     rig: Rig
     replicas: float
-    """Not rounded up."""
+    """The number of replicas, not rounded up."""
     bottleneck: str
     alone: float
-    """Replicas that the role takes if they are all of this rig, by formulas. One of them serves 1 / `alone` of the load
-    that they were made for."""
+    """Replicas that the role takes, by formulas, if all of them are of this rig. One replica serves 1 / `alone` of the
+    load for which the part was made."""
 
     @property
     def count(self) -> int:
-        """Rounded up."""
+        """The number of replicas, rounded up."""
         return max(1, math.ceil(self.replicas - 1e-9))
 
     @property
     def usd(self) -> float:
-        """Per hour, of whole replicas."""
+        """Dollars per hour of whole replicas."""
         return self.count * self.rig.usd
 
     @property
     def share_usd(self) -> float:
-        """Per hour, of fractions: for comparisons that steps of whole replicas would hide."""
+        """Dollars per hour of fractional replicas, for comparisons that rounding up would hide."""
         return self.replicas * self.rig.usd
 
     @property
     def role_usd(self) -> float:
-        """Per hour, if the role has no other kind."""
+        """Dollars per hour if the role has no other kind."""
         return self.alone * self.rig.usd
 
     def __str__(self) -> str:
@@ -121,22 +121,22 @@ class ClusterCandidate:
 
     codec: Codec
     prefill: tuple[Part, ...]
-    """Empty: replicas of `decode` do both."""
+    """Empty if replicas of `decode` do both."""
     decode: tuple[Part, ...]
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Of both roles."""
+        """The parts of both roles, prefill first."""
         return self.prefill + self.decode
 
     @property
     def usd(self) -> float:
-        """Per hour."""
+        """Dollars per hour of whole replicas."""
         return sum(part.usd for part in self.parts)
 
     @property
     def share_usd(self) -> float:
-        """Per hour, of fractions."""
+        """Dollars per hour of fractional replicas."""
         return sum(part.share_usd for part in self.parts)
 
     @property
@@ -146,30 +146,30 @@ class ClusterCandidate:
 
     @property
     def kind(self) -> str:
-        """Codec, and whether replicas do both."""
+        """The codec, and whether replicas do both."""
         return self.codec.label if self.prefill else f"{self.codec.label}, aggregated"
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """The kind, and whether a role is mixed; for tables."""
         return f"{self.kind}, mixed" if self.is_mixed else self.kind
 
     def changed(self, index: int, by: int) -> ClusterCandidate | None:
-        """With `by` replicas more of one part; None if its role has none left then."""
+        """The cluster with `by` more replicas of one part; None if the role would have none left."""
         counts = [part.count for part in self.parts]
         counts[index] += by
         return self._with_counts(counts)
 
     def moved(self, index: int, place: int, by: tuple[int, int]) -> ClusterCandidate | None:
-        """With so many replicas less of the part at `index` and so many more of that at `place`; None if a role has
-        none left then."""
+        """The cluster with `by[0]` fewer replicas of the part at `index` and `by[1]` more of the part at `place`; None
+        if a role would have none left."""
         counts = [part.count for part in self.parts]
         counts[index] -= by[0]
         counts[place] += by[1]
         return self._with_counts(counts)
 
     def _with_counts(self, counts: Sequence[int]) -> ClusterCandidate | None:
-        """The same rigs in other numbers, in the order of `parts`; those of which there is none are left out."""
+        """The same rigs with other counts, in the order of `parts`; parts with a count of 0 are left out."""
         if min(counts) < 0:
             return None
         cut, parts = len(self.prefill), zip(self.parts, counts, strict=True)
@@ -178,7 +178,7 @@ class ClusterCandidate:
         return ClusterCandidate(self.codec, first, second) if second and bool(first) is bool(self.prefill) else None
 
     def joined(self, part: Part, *, prefill: bool) -> ClusterCandidate:
-        """With one replica more, of a kind that need not be there yet."""
+        """The cluster with one more replica, of a kind that may be new to the role."""
         one = replace(part, replicas=1.0)
         side = self.prefill if prefill else self.decode
         more = tuple(replace(own, replicas=own.count + 1.0) if own.rig is part.rig else own for own in side)
@@ -188,7 +188,7 @@ class ClusterCandidate:
 
     @property
     def gpus(self) -> dict[str, int]:
-        """Instance -> GPUs that are used."""
+        """Instance -> GPUs that the cluster uses."""
         used: dict[str, int] = {}
         for part in self.parts:
             pool = part.rig.pool
@@ -196,6 +196,6 @@ class ClusterCandidate:
         return used
 
     def fits(self, available: dict[str, int]) -> bool:
-        """Whether so many instances can be had."""
+        """Whether the cluster needs no more instances than are available."""
         of_one = {part.rig.pool.instance: part.rig.instance.gpus for part in self.parts}
         return all(gpus <= available.get(name, MOST) * of_one[name] for name, gpus in self.gpus.items())

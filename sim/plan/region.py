@@ -1,4 +1,4 @@
-"""Where 2-bit codes win and where they do not, by the formulas of the screen."""
+"""The loads and links for which 2-bit codes win, by the formulas of the screen."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sim.spec import Efficiency, Spec
 
 PROMPTS: Final = (512, 2_048, 8_192, 32_768)
 LINKS_GBIT_S: Final = (2.0, 10.0, 50.0, 0.0)
-"""0 is the instances' own line."""
+"""Rates of the links; 0 stands for the instances' own line."""
 TIE: Final = 0.02
-"""Codecs within this share of the cheapest cost the same; the most exact of them wins."""
+"""Codecs within this share of the cheapest count as equal; the most exact of them wins."""
 _EFFICIENCIES: Final = ("compute", "memory", "network")
 
 
@@ -28,12 +28,12 @@ class RegionCell:
     link_gbit_s: float
     kind: str
     beside_fp16: float
-    """Its cost as a share of the best FP16 cluster's; not a number where FP16 cannot serve."""
+    """Cost of the winner as a share of the best FP16 cluster's; NaN where FP16 cannot serve."""
 
 
 def share_costs(spec: Spec, demand: ServiceTarget) -> dict[str, float]:
-    """Kind -> dollars per hour of the cheapest, in fractions of replicas, in the order of the specification. What can
-    be had does not count here."""
+    """Kind -> dollars per hour of its cheapest cluster, in fractions of replicas, in the order of the specification.
+    Limits on available machines do not count here."""
     free = spec.model_copy(update={"plan": spec.plan.model_copy(update={"available": {}})})
     found = candidates(free, demand, best=1)
     order = [codec.label for codec in spec.plan.codecs]
@@ -46,7 +46,7 @@ def share_costs(spec: Spec, demand: ServiceTarget) -> dict[str, float]:
 
 
 def winner(costs: dict[str, float]) -> str:
-    """The first kind within `TIE` of the cheapest; empty without any."""
+    """The first kind within `TIE` of the cheapest; empty if there is no kind."""
     least = min(costs.values(), default=0.0)
     return next((kind for kind, cost in costs.items() if cost <= least * (1 + TIE)), "")
 
@@ -72,7 +72,7 @@ def region(spec: Spec, demand: ServiceTarget) -> list[RegionCell]:
 
 
 def sensitivity(spec: Spec, demand: ServiceTarget, kind: str) -> list[tuple[str, float, float]]:
-    """(efficiency, cost with 20% less of it, cost with 20% more), as shares of the present cost of that kind."""
+    """(efficiency, cost with 20% less of it, cost with 20% more), as shares of the present cost of `kind`."""
     now = share_costs(spec, demand).get(kind, float("nan"))
     rows = []
     for name in _EFFICIENCIES:
@@ -87,7 +87,7 @@ def sensitivity(spec: Spec, demand: ServiceTarget, kind: str) -> list[tuple[str,
 
 
 def upgrades(spec: Spec, demand: ServiceTarget, kind: str) -> list[tuple[str, float]]:
-    """(what is 20% better on every GPU or link, cost as a share of the present one), the greatest gain first."""
+    """(what gets 20% better on every GPU or link, cost as a share of the present one), largest gain first."""
     now = share_costs(spec, demand).get(kind, float("nan"))
     tables = spec.tables
     names: Sequence[tuple[str, str]] = (
@@ -116,5 +116,5 @@ def upgrades(spec: Spec, demand: ServiceTarget, kind: str) -> list[tuple[str, fl
 
 
 def spread_of(spread: Spread) -> str:
-    """For the report."""
+    """A spread in words, for the report."""
     return f"{spread.mean:g} ({spread.low:g} to {spread.high:g})"

@@ -18,7 +18,7 @@ from sim.workload import shape_of
 def report(
     spec: Spec, demand: ServiceTarget, trials: list[Trial], command: str, budget: float | None = None
 ) -> Iterator[str]:
-    """The lines of plan.md. `budget` is in dollars per hour, of one cell."""
+    """The lines of plan.md. `budget` is in dollars per hour for one cell."""
     best = trials[0]
     yield from _head(spec, demand, best, command)
     yield from _kinds(spec, trials)
@@ -134,7 +134,7 @@ def _best(best: Trial) -> Iterator[str]:
 
 
 def _shares(best: Trial) -> Iterator[str]:
-    """Who did how much, where a role has several kinds. The router counts tokens, whatever the speed of a replica."""
+    """The work of each kind, where a role has several. The router counts tokens, whatever the speed of a replica."""
     pools = best.result["pools"]
     done = {role: sum(pool["tokens"] for pool in pools if pool["role"] == role) for role in ("prefill", "decode")}
     rows = [

@@ -1,4 +1,4 @@
-"""Formulas that say in a millisecond about how many replicas a load takes.
+"""Formulas that estimate in a millisecond how many replicas a load takes.
 
     prefill   c replicas with rho = rate E[S] / c <= RHO, and p90(S) + 2.3 W within the limit on TTFT (W: M/G/c wait);
               no line busier than LINE
@@ -6,8 +6,8 @@
               replicas
     both      aggregated: a replica's time is prompts and steps, and every step may carry a chunk
 
-The simulator corrects what they leave out. Roles do not depend on each other but for the sender's line, so the best of
-each are combined. Where only so many instances of a kind can be had, a role may also mix kinds (`sim.plan.mix`).
+The simulator corrects what the formulas leave out. Roles do not depend on each other but for the sender's line, so the
+best of each are combined. If the number of instances is limited, a role may also mix kinds (`sim.plan.mix`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TPOT_SHARE: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class ServiceTarget:
-    """What has to be served."""
+    """The load to serve and the limits to keep."""
 
     prompts: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -57,11 +57,11 @@ class ServiceTarget:
 
     @property
     def longest(self) -> int:
-        """Most tokens of one request."""
+        """The most tokens that one request can have."""
         return max(self.prompts) + max(self.outputs)
 
     def at(self, rate: float) -> ServiceTarget:
-        """The same at another rate."""
+        """The same target at another rate."""
         return replace(self, rate=rate)
 
 
@@ -88,7 +88,7 @@ class Refusal(NamedTuple):
 
     why: str
     by: float
-    """What it misses its limit by, as a factor; infinite if something does not fit."""
+    """How far the rig misses its limit, as a factor; infinite if something does not fit."""
 
 
 _NO_ROOM: Final = Refusal("weights and the longest request do not fit", math.inf)
@@ -126,7 +126,7 @@ def no_decode(rig: Rig, demand: ServiceTarget) -> Refusal | None:
 
 
 def prefill_part(rig: Rig, demand: ServiceTarget) -> Part | None:
-    """How many replicas prompts take; None if none suffice."""
+    """The replicas that prompts take; None if no number suffices."""
     if no_prefill(rig, demand) is not None:
         return None
     mean, cv2, p90 = _service(rig, demand.prompts)
@@ -152,7 +152,7 @@ def _mean_bytes(rig: Rig, demand: ServiceTarget) -> float:
 
 
 def best_batch(rig: Rig, demand: ServiceTarget, beside_s: float = 0.0) -> tuple[int, float, str]:
-    """The largest batch that keeps the limit on TPOT, the seconds of its step, and what bounds it; 0 if none does."""
+    """(largest batch that keeps the limit on TPOT, seconds of its step, what bounds it); batch 0 if none does."""
     footprint, rows = rig.sizes.footprint, [rig.sizes.rows_held(tokens) for tokens in demand.prompts]
     held = float(np.mean([footprint.sealed(n + o) for n, o in zip(rows, demand.outputs, strict=True)]))
     by_memory = int(rig.pages / max(1.0, held))
@@ -175,7 +175,7 @@ def best_batch(rig: Rig, demand: ServiceTarget, beside_s: float = 0.0) -> tuple[
 
 
 def decode_part(rig: Rig, demand: ServiceTarget) -> Part | None:
-    """How many replicas decoding takes; None if none suffice."""
+    """The replicas that decoding takes; None if no number suffices."""
     if no_decode(rig, demand) is not None:
         return None
     batch, step_s, word = best_batch(rig, demand)
@@ -186,7 +186,7 @@ def decode_part(rig: Rig, demand: ServiceTarget) -> Part | None:
 
 
 def no_both(rig: Rig, demand: ServiceTarget) -> Refusal | None:
-    """Why a rig cannot do both; None if it can."""
+    """Why a rig cannot do both roles; None if it can."""
     if not rig.holds(demand.longest, by_host=False):
         return _NO_ROOM
     chunk_s = _chunk_s(rig, demand)
@@ -207,7 +207,7 @@ def _chunk_s(rig: Rig, demand: ServiceTarget) -> float:
 
 
 def both_part(rig: Rig, demand: ServiceTarget) -> Part | None:
-    """How many replicas that do both a load takes; None if none suffice."""
+    """The replicas that do both roles and that a load takes; None if no number suffices."""
     if no_both(rig, demand) is not None:
         return None
     mean, chunk_s = _service(rig, demand.prompts)[0], _chunk_s(rig, demand)
@@ -227,7 +227,7 @@ class RigChoice:
 
 
 def rig_choice(spec: Spec, codec: Codec) -> RigChoice:
-    """Of every role. Where the specification does not say which instances, those of its own pools."""
+    """The rigs of every role. If `plan` names no instances for a role, those of the specification's pools are used."""
     base, decode = (spec.prefill or spec.decode)[0], spec.decode[0]
     first = spec.plan.prefill or _instances(spec.prefill or spec.decode)
     second = spec.plan.decode or _instances(spec.decode)
@@ -246,13 +246,13 @@ def _instances(pools: Sequence[ReplicaPool]) -> tuple[str, ...]:
 
 
 def candidates(spec: Spec, demand: ServiceTarget, best: int = 3) -> list[ClusterCandidate]:
-    """The best of every codec, cheapest first. Raises nothing: an empty list means that nothing suffices."""
+    """The best clusters of every codec, cheapest first; empty if nothing suffices."""
     found = [one for codec in spec.plan.codecs for one in candidates_of(rig_choice(spec, codec), demand, best)]
     return sorted(found, key=lambda one: one.usd)
 
 
 def candidates_of(choice: RigChoice, demand: ServiceTarget, best: int = 3) -> list[ClusterCandidate]:
-    """The best of one codec, cheapest first."""
+    """The best clusters of one codec, cheapest first."""
     can = choice.decode[0].spec.plan.available if choice.decode else {}
     prefills = [part for rig in choice.prefill if (part := prefill_part(rig, demand))]
     decodes = [part for rig in choice.decode if (part := decode_part(rig, demand))]
@@ -281,8 +281,8 @@ def by_instance(choice: RigChoice, demand: ServiceTarget, *, aggregated: bool) -
 def _mixed(
     codec: Codec, prefills: list[Part] | None, decodes: list[Part], can: dict[str, int]
 ) -> list[ClusterCandidate]:
-    """The cheapest cluster with several kinds in a role, if that is cheaper than every cluster without, or the only
-    one. Without limits on what can be had it never is."""
+    """The cheapest cluster of kinds for each role, if it mixes kinds; else no cluster. Without limits on available
+    machines a mix is never cheaper."""
     roles = [decodes] if prefills is None else [prefills, decodes]
     if not can or not all(roles) or len({part.rig.pool.instance for role in roles for part in role}) == 1:
         return []

@@ -1,4 +1,4 @@
-"""From candidates to a plan: the simulator counts replicas, and successive halving spends its time on the best."""
+"""From candidates to a plan: the simulator finds the replica counts, and successive halving keeps the best."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from sim.summary import summarize
 from sim.workload import synthetic
 
 ROUNDS: Final = ((12, 400), (6, 1_200), (3, 4_000))
-"""How many candidates stay, and how many requests each is tried with."""
+"""For each round: how many candidates stay, and how many requests each is tried with."""
 _PER_REPLICA: Final = 12
-"""Requests for each replica, at least: a fleet has to fill before it can be judged."""
+"""The least number of requests for each replica: a fleet has to fill before it can be judged."""
 _TRIES: Final = 12
 _HALVINGS: Final = 10
 _HIGHEST_RATE: Final = 1e7
 GAIN: Final = 1.02
-"""What a change of a cluster has to serve, as a multiple of what it served before."""
+"""A change of a cluster is kept if it serves at least this multiple of the rate before."""
 _CLIMB: Final = 1.3
-"""A change serves so many times as much at most."""
+"""The largest multiple of the rate that a change is expected to serve."""
 STYLES: Final = ((False, False), (False, True), (True, False), (True, True))
-"""Whether replicas do both, and whether a role has several kinds of them."""
+"""(replicas do both roles, a role has several kinds of replicas)"""
 _STEP: Final = 0.08
-"""Share of replicas that a try adds or takes."""
+"""Share of replicas that one try adds or removes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A candidate in the simulator."""
+    """The result of a candidate in the simulator."""
 
     candidate: ClusterCandidate
     rate: float
     """Requests per second."""
     found: dict[str, float]
-    """Limit -> what the simulation had, in seconds."""
+    """Limit -> the value in the simulation, in seconds."""
     keeps: bool
     result: dict[str, Any]
-    """As `hackkv simulate` writes it."""
+    """The result as `hackkv simulate` writes it."""
 
     @property
     def usd(self) -> float:
-        """Per hour."""
+        """Dollars per hour."""
         return self.candidate.usd
 
     @property
     def usd_per_request(self) -> float:
-        """At that rate."""
+        """Dollars per request at this rate."""
         return self.usd / 3600 / self.rate
 
 
@@ -78,7 +78,7 @@ def spec_of(spec: Spec, candidate: ClusterCandidate, rate: float, requests: int)
 
 
 def try_out(spec: Spec, candidate: ClusterCandidate, demand: ServiceTarget, requests: int, seed: int) -> Trial:
-    """Simulate a candidate; all see the same requests."""
+    """Simulate a candidate; all candidates see the same requests."""
     replicas = sum(part.count for part in candidate.parts)
     whole = spec_of(spec, candidate, demand.rate, max(requests, _PER_REPLICA * replicas))
     record = simulate(whole, synthetic(whole.load, seed), Options(seed=seed))
@@ -89,8 +89,8 @@ def try_out(spec: Spec, candidate: ClusterCandidate, demand: ServiceTarget, requ
 
 
 def settle(spec: Spec, candidate: ClusterCandidate, demand: ServiceTarget, requests: int, seed: int) -> Trial | None:
-    """The fewest replicas of a candidate's rigs that keep the objective, by steps from what formulas say; None if that
-    takes more than can be had."""
+    """The fewest replicas of a candidate's rigs that keep the objective, by steps from the count of the formulas; None
+    if that takes more than can be had."""
     trial = try_out(spec, candidate, demand, requests, seed)
     for _ in range(_TRIES):
         if trial.keeps:
@@ -103,8 +103,8 @@ def settle(spec: Spec, candidate: ClusterCandidate, demand: ServiceTarget, reque
 
 
 def _more(spec: Spec, trial: Trial, limits: Sequence[Limit]) -> ClusterCandidate | None:
-    """More of the role that misses its limit, by how far it does, of the kind that serves it at least cost; None if no
-    more can be had."""
+    """The cluster with more replicas of the role that misses its limit by most, of the kind that serves it at least
+    cost; None if no more can be had."""
     candidate = trial.candidate
     late = {limit.metric: trial.found[str(limit)] / limit.seconds for limit in limits}
     ttft, tpot = late.get("ttft", 0.0), max(late.get("tpot", 0.0), late.get("e2el", 0.0))
@@ -121,8 +121,8 @@ def _more(spec: Spec, trial: Trial, limits: Sequence[Limit]) -> ClusterCandidate
 
 
 def _fewer(spec: Spec, trial: Trial, demand: ServiceTarget, requests: int, seed: int) -> Trial:
-    """Take replicas away while the objective is kept: of decode, then of prefill, and of a role the dearest kind first
-    for what it serves. Again and again, since a role with less before it may need less itself."""
+    """Remove replicas while the objective is kept: of decode first, then of prefill, and in a role the kind that is
+    dearest for what it serves. This repeats until nothing changes, since a smaller role may let the other shrink."""
     rigs = [part.rig for side in (trial.candidate.decode, trial.candidate.prefill) for part in _dearest_first(side)]
     before: ClusterCandidate | None = None
     while before is not trial.candidate:
@@ -151,7 +151,7 @@ def _dearest_first(role: Sequence[Part]) -> list[Part]:
 def search(
     spec: Spec, demand: ServiceTarget, seed: int, on_trial: Callable[[str], None] = lambda _: None
 ) -> list[Trial]:
-    """The cheapest of every kind that keeps the objective, cheapest first.
+    """The cheapest cluster of every kind that keeps the objective, cheapest first.
 
     Raises `ConfigError` if nothing does.
     """
@@ -169,7 +169,7 @@ def search(
             trial = settle(spec, candidate, demand, requests, seed)
             if trial is not None:
                 trials.append(trial)
-                label = trial.candidate.label  # of a mix that needs one kind only, another than before
+                label = trial.candidate.label  # a mix that ends with one kind has another label than before
                 best = settled.get(label)
                 if best is None or requests > ROUNDS[0][1] or trial.usd < best.usd:
                     settled[label] = trial
@@ -185,7 +185,7 @@ def search(
 def most(
     spec: Spec, demand: ServiceTarget, budget: float, seed: int, on_trial: Callable[[str], None] = lambda _: None
 ) -> list[Trial]:
-    """What every kind serves at most for `budget` dollars per hour, the most first. Raises `ConfigError` if nothing."""
+    """The most that every kind serves for `budget` dollars per hour, fastest first. Raises `ConfigError` if none is."""
     best: dict[str, Trial] = {}
     for codec in spec.plan.codecs:
         choice = rig_choice(spec, codec)
@@ -210,8 +210,8 @@ def most(
 def _dearest(
     choice: RigChoice, demand: ServiceTarget, budget: float, *, aggregated: bool, mixed: bool
 ) -> tuple[ClusterCandidate, float] | None:
-    """The candidate of the highest rate that formulas serve within the budget, and that rate; None if nothing does, or
-    if nothing is gained where kinds may be mixed."""
+    """The candidate of the highest rate that formulas serve within the budget, and that rate. None if no candidate
+    does, or if kinds may be mixed and the best candidate is not mixed."""
 
     def at(rate: float) -> ClusterCandidate | None:
         found = [
@@ -241,8 +241,8 @@ def fastest(
     within: tuple[float, float] = (0.3, 1.7),
     halvings: int = 6,
 ) -> Trial | None:
-    """The highest rate at which a candidate keeps the objective (its goodput), by bisection. `within` are the ends, as
-    shares of the rate that formulas or a trial said."""
+    """The highest rate at which a candidate keeps the objective (its goodput), by bisection. `within` are the ends of
+    the range, as shares of the demand's rate."""
     best: Trial | None = None
     low, high = within
     for _ in range(halvings):
@@ -257,19 +257,19 @@ def fastest(
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Within what a cluster may be changed."""
+    """The bounds within which a cluster may be changed."""
 
     demand: ServiceTarget
     budget: float
     """Dollars per hour."""
     seed: int
     others: tuple[list[Part], list[Part]]
-    """Kinds that may join: for prefill, and for decode."""
+    """Kinds that may join: (for prefill, for decode)."""
 
 
 def climb(spec: Spec, trial: Trial, scope: Scope) -> Trial:
-    """Change a cluster as long as that serves `GAIN` times as much within the budget. Formulas add up what each role
-    serves alone, and only the simulator knows how roles wait for each other."""
+    """Change a cluster as long as a change serves `GAIN` times as much within the budget. Formulas add up what each
+    role serves alone; only the simulator knows how roles wait for each other."""
     for _ in range(_TRIES):
         more = scope.demand.at(trial.rate * GAIN)
         better = None
@@ -287,8 +287,8 @@ def climb(spec: Spec, trial: Trial, scope: Scope) -> Trial:
 
 
 def _neighbours(candidate: ClusterCandidate, others: tuple[list[Part], list[Part]]) -> Iterator[ClusterCandidate]:
-    """Clusters with more replicas, of kinds that are there and of others, and clusters in which replicas of one part
-    gave way to those of another."""
+    """Clusters that differ by one change: more replicas of a kind that is there, one replica of another kind, or
+    replicas of one part in exchange for those of another."""
     parts = candidate.parts
     for index, part in enumerate(parts):
         more = candidate.changed(index, _step(part))

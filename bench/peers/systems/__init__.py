@@ -1,4 +1,4 @@
-"""A module for each system that is measured. Each runs as a process of its own, in the system's environment.
+"""A module for each measured system. Each runs in a process of its own, in the system's environment.
 
-`python -m bench.peers.systems.NAME JOB.json RESULT.json`; `child` says what both hold.
+`python -m bench.peers.systems.NAME JOB.json RESULT.json`; `child` defines the content of both files.
 """

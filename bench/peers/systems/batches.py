@@ -1,4 +1,4 @@
-"""Greedy answers through llama.cpp's C interface, which ik_llama.cpp has too: prompts in turn, then steps of all."""
+"""Greedy answers through the C interface of llama.cpp and ik_llama.cpp: prompts in turn, then steps of all answers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from bench.peers.systems.child import Answer, Job
 
 CHUNK = 512
-"""Prompt tokens a call: llama.cpp's own micro-batch."""
+"""Prompt tokens per call: llama.cpp's own micro-batch."""
 
 
 TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8}
-"""ggml's numbers; not every binding names them."""
+"""ggml's numbers of types; not every binding names them."""
 SPARE_TOKENS = 256
 
 
 class Batches:
     """A context with room for all sequences. The bindings' own classes know one sequence only.
 
-    `api` has the functions `llama_*`, its parameter `flash` says whether flash attention serves, `clear` empties a
-    context's KV. The job's `kv` is a type, with flash attention, or `f16-plain`.
+    `api` has the functions `llama_*`. `flash` names its parameter for flash attention, and `clear` empties a context's
+    KV. The job's `kv` is a type, with flash attention, or `f16-plain`.
     """
 
     def __init__(self, api: Any, job: Job, flash: str, clear: Callable[[Any], None], version: str) -> None:
@@ -44,7 +44,7 @@ class Batches:
         self._batch = api.llama_batch_init(CHUNK, 0, 1)
 
     def answer(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """The prompt and the first token, then the others."""
+        """Compute the prompt and the first token, then the others."""
         self._clear(self._context)
         began = perf_counter()
         last = [self._prefill(0, prompt)]
@@ -54,7 +54,7 @@ class Batches:
         return Answer(first - began, perf_counter() - first)
 
     def answer_all(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        """The prompts are of one length."""
+        """Compute the prompts in turn, then all answers together. The prompts have one length."""
         self._clear(self._context)
         last = [self._prefill(nth, prompt) for nth, prompt in enumerate(prompts)]
         for nth in range(tokens - 1):
@@ -73,7 +73,7 @@ class Batches:
         return [self._chosen(sequence) for sequence in range(len(last))]
 
     def _compute(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
-        """Rows are token, position, sequence, and whether logits are wanted."""
+        """Compute rows of (token, position, sequence, whether logits are wanted)."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for nth, (token, position, sequence, wanted) in enumerate(rows):

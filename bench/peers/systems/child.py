@@ -1,4 +1,4 @@
-"""What the parent asks a system's process, and how that answers. Peers' environments need nothing for it."""
+"""The job that the parent gives to a system's process, and its result. Peers' environments need nothing for it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An answer for each prompt; asked `together`, none, but the seconds until the last had ended."""
+    """An answer for each prompt. If all were asked `together`, only the seconds until the last answer had ended."""
 
     version: str
     answers: Sequence[Answer] = ()
@@ -47,7 +47,7 @@ class Result:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Result:
-        """From what `asdict` made of one."""
+        """The result from the fields that `asdict` made of it."""
         return cls(**{**fields, "answers": [Answer(**each) for each in fields["answers"]]})
 
 
@@ -57,14 +57,14 @@ class System(Protocol):
     version: str
 
     def answer(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """One request."""
+        """Answer one request."""
 
     def answer_all(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        """All at once."""
+        """Answer all requests at once."""
 
 
 def main(measure: Callable[[Job], Result]) -> None:
-    """Do the job in the file that the first argument names, write the result into the second."""
+    """Do the job in the file of the first argument, and write the result into the file of the second."""
     fields: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     result = measure(Job(**fields))
     Path(sys.argv[2]).write_text(json.dumps(asdict(result)), encoding="utf-8")

@@ -9,7 +9,7 @@ from hackkv.model.shipped import find_model
 
 
 def measure(job: Job) -> Result:
-    """Prefill is all that is not decode: HTTP, queues and wire are in it."""
+    """Do a job. Prefill is all time that is not decode, so it includes HTTP, queues and wire."""
     folder, codec, answers = find_model(job.gguf).path, {"name": job.kv}, list[Answer]()
 
     def done(_: int, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""ik_llama.cpp as the wheel `ik-llama-cpp-python` has it."""
+"""ik_llama.cpp from the wheel `ik-llama-cpp-python`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.peers.systems.child import Job, ask, main
 
 
 def load(job: Job) -> Batches:
-    """Flash attention fails an assertion for several sequences; without it they are served."""
+    """The loaded system. With flash attention it fails an assertion for several sequences; without, it serves them."""
     return Batches(api, job, "flash_attn", api.llama_kv_cache_clear, version("ik-llama-cpp-python"))
 
 

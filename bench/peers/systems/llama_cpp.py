@@ -1,4 +1,4 @@
-"""llama.cpp as the wheel `xllamacpp` has it: its server, called in this process. Batches are its defaults."""
+"""llama.cpp from the wheel `xllamacpp`: its server, called in this process. Batches are its defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPARE_TOKENS = 256
 
 
 class LlamaCpp:
-    """The server chooses whether flash attention serves; quantized KV needs it."""
+    """The server chooses whether to use flash attention; quantized KV needs it."""
 
     version = xllamacpp.__version__
 
@@ -30,7 +30,7 @@ class LlamaCpp:
         self._server = xllamacpp.Server(params)
 
     def answer(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """Raises `RuntimeError` if the server reused a part of the prompt or stopped early."""
+        """Answer one request. Raises `RuntimeError` if the server reused a part of the prompt or stopped early."""
         request = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "ignore_eos": True}
         began = perf_counter()
         times = self._server.handle_completions({**request, "cache_prompt": False})["timings"]
@@ -41,7 +41,7 @@ class LlamaCpp:
         return Answer(took_s - decode_s, decode_s)
 
     def answer_all(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        """Each from a thread of its own."""
+        """Send each request from a thread of its own."""
         with ThreadPoolExecutor(len(prompts)) as clients:
             list(clients.map(lambda prompt: self.answer(prompt, tokens), prompts))
 

@@ -11,7 +11,7 @@ from bench.peers.systems.child import Job, ask, main
 
 
 def load(job: Job) -> Batches:
-    """With the memory of one context emptied before each request."""
+    """The loaded system. The memory of one context is emptied before each request."""
 
     def clear(context: Any) -> None:
         api.llama_memory_clear(api.llama_get_memory(context), True)

@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI over what its model builder makes of the BF16 checkpoint: weights of 4 bits, in blocks of 32."""
+"""ONNX Runtime GenAI with a model that its builder makes of the BF16 checkpoint: 4-bit weights, in blocks of 32."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bench.peers.systems.child import Answer, Job, ask, main
 
 BUILD_S = 400.0
 BLOCKS = "block_size=32", "is_symmetric=false", "accuracy_level=4", "prune_lm_head=true", "shared_embeddings=false"
-"""As GGUF's Q4_1: blocks of 32 with a minimum, multiplied as INT8. Only the last token's logits are computed."""
+"""Weights as in GGUF's Q4_1: blocks of 32 with a minimum, multiplied as INT8. Only the last token gets logits."""
 
 
 class Onnx:
-    """KV has the type of the activations, which are FP32 here: the builder has no other for a processor."""
+    """KV has the type of the activations, FP32: the builder has no other type for a processor."""
 
     version = genai.__version__
 
@@ -34,7 +34,7 @@ class Onnx:
         self._model = genai.Model(config)
 
     def answer(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """The prompt and the first token, then the others."""
+        """Compute the prompt and the first token, then the others."""
         began = perf_counter()
         generator = self._generator([prompt], tokens)
         generator.generate_next_token()
@@ -44,7 +44,7 @@ class Onnx:
         return Answer(first - began, perf_counter() - first)
 
     def answer_all(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        """One batch; the prompts are of one length."""
+        """Answer one batch of prompts of one length."""
         generator = self._generator(prompts, tokens)
         for _ in range(tokens):
             generator.generate_next_token()
@@ -59,7 +59,7 @@ class Onnx:
 
 
 def _build(checkpoint: str, folder: Path) -> None:
-    """The builder imports torch, so it gets a process of its own."""
+    """Build the model in a process of its own, since the builder imports torch."""
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", str(folder)]
     command += ["-p", "int4", "-e", "cpu", "-c", f"{folder}-cache", "--extra_options", *BLOCKS]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=BUILD_S)

@@ -23,12 +23,12 @@ class OpenVino:
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False
         scheduler.cache_size = CACHE_GB
-        scheduler.max_num_batched_tokens = max(map(len, job.prompts))  # a prompt in one step, as its default is
+        scheduler.max_num_batched_tokens = max(map(len, job.prompts))  # a prompt takes one step, as by default
         settings = {"INFERENCE_NUM_THREADS": job.threads, "KV_CACHE_PRECISION": job.kv}
         self._pipeline = genai.ContinuousBatchingPipeline(job.gguf, scheduler, "CPU", settings)
 
     def answer(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """As OpenVINO's own measures have it."""
+        """Answer one request. The time to the first token is OpenVINO's own measurement."""
         began = perf_counter()
         [result] = self._generate([prompt], tokens)
         took_s = perf_counter() - began
@@ -36,7 +36,7 @@ class OpenVino:
         return Answer(prefill_s, took_s - prefill_s)
 
     def answer_all(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        """One call."""
+        """Answer all requests in one call."""
         self._generate(prompts, tokens)
 
     def _generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[genai.EncodedGenerationResult]:

@@ -1,4 +1,4 @@
-"""vLLM's CPU backend, called in this process. It reads no GGUF, so its weights are of 16 bits."""
+"""vLLM's CPU backend, called in this process. It reads no GGUF, so its weights have 16 bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Vllm:
         )
 
     def answer(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """As vLLM's own measures have it."""
+        """Answer one request. The time of decode is vLLM's own measurement."""
         began = perf_counter()
         [output] = self._generate([prompt], tokens)
         took_s = perf_counter() - began
@@ -49,7 +49,7 @@ class Vllm:
         return Answer(took_s - decode_s, decode_s)
 
     def answer_all(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        """One call."""
+        """Answer all requests in one call."""
         self._generate(prompts, tokens)
 
     def _generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
