@@ -123,7 +123,9 @@ async def _send(connection: Connection, rng: random.Random, path: str, body: byt
 def name_of(answer: Answer) -> str:
     """The name of the router's answer. Raises `Unnamed` if it is neither a result nor a named error."""
     if answer.status == 200:
-        answer.headers["content-type"].startswith(("application/json", "text/event-stream"))
+        content = answer.headers.get("content-type", "")
+        if not content.startswith(("application/json", "text/event-stream")):
+            raise Unnamed(f"200 with content type {content!r}: {answer.body[:300]!r}")
         return "valid after all"
     if answer.status not in REFUSALS:
         raise Unnamed(f"{answer.status}: {answer.body[:300]!r}")

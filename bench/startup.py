@@ -81,7 +81,7 @@ def interrupted(model: str, environment: dict[str, str], after_s: float) -> floa
     """Seconds from Ctrl-C, `after_s` seconds after the start, to the end of the last process."""
     with _serve(model, environment) as process:
         try:
-            process.wait(after_s)
+            raise RuntimeError(f"hackkv serve {model} ended before Ctrl-C, with exit code {process.wait(after_s)}")
         except subprocess.TimeoutExpired:
             family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         began = perf_counter()

@@ -54,7 +54,7 @@ def read_trace(path: Path) -> list[Arrival]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--trace: {path}: {error}") from error
-    arrivals = list(_from_csv(path, text) if path.suffix == ".csv" else _from_jsonl(path, text))
+    arrivals = _from_csv(path, text) if path.suffix == ".csv" else list(_from_jsonl(path, text))
     if not arrivals:
         raise ConfigError(f"--trace: {path}: no requests")
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
@@ -76,20 +76,22 @@ _COLUMNS = {
 _TIMES = ("TIMESTAMP", "arrival_timestamp", "at_s")
 
 
-def _from_csv(path: Path, text: str) -> Iterator[Arrival]:
+def _from_csv(path: Path, text: str) -> list[Arrival]:
+    """Rows in any order. Time 0 is the earliest row's."""
     rows = csv.DictReader(text.splitlines())
     known = rows.fieldnames or []
     columns = {field: _column(path, names, known) for field, names in _COLUMNS.items()}
     time = _column(path, _TIMES, known)
-    start: float | None = None
+    arrivals = list[Arrival]()
     for number, row in enumerate(rows, 2):
         at_s = _seconds(path, number, row[time])
-        start = at_s if start is None else start
         try:
             line = TraceLine.model_validate({field: row[column] for field, column in columns.items()})
         except ValidationError as error:
             raise _at(path, number, error) from error
-        yield Arrival(max(0.0, at_s - start), line.input_length, line.output_length)
+        arrivals.append(Arrival(at_s, line.input_length, line.output_length))
+    start = min((arrival.at_s for arrival in arrivals), default=0.0)
+    return [arrival._replace(at_s=arrival.at_s - start) for arrival in arrivals]
 
 
 def _column(path: Path, names: Sequence[str], known: Sequence[str]) -> str:

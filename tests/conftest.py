@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hackkv.codecs import CODECS, Preset
 from tests.codecs.toy8 import make_toy8
 from tests.interpreter import patch_once, remember_types
+from tests.kinds import kind_of
 from tests.tiers import thin_out
 from tests.toys import make_layered, make_projected, make_with_exact_layer
 
@@ -58,7 +59,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Grids are thinned out."""
-    thin_out(item for item in items if item.get_closest_marker("grid"))
+    thin_out((item for item in items if item.get_closest_marker("grid")), kind_of)
 
 
 def pytest_collection_finish() -> None:

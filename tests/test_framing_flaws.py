@@ -137,6 +137,7 @@ def spoilt(value: Any, chance: random.Random) -> Any:
     return chance.choice([flipped, flipped, value[:at], value + value[:at]])
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_five_thousand_mutated_frames(codec: str) -> None:
     """No exception but `FrameRefused`, and no handoff ends well but the honest one.

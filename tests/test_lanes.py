@@ -131,6 +131,7 @@ def lived(node: Node, day: list[tuple[str, list[int], list[int], int]]) -> list[
     return [*tensors(node.memory.pools), *sent]
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @given(day=DAYS, seed=st.integers(0, 1 << 30))
 @settings(max_examples=6, phases=[Phase.explicit, Phase.generate])

@@ -1,15 +1,20 @@
 """What `make test` leaves to `make test-all`: tests with the marker `slow`.
 
 A test is slow where it computes for another machine than this one (Triton interpreted, or compiled for GPUs), drives a
-browser, or runs for a long time by intention (soaks, storms). Of what Triton interprets the first case of each test is
-quick. Of a test with the marker `grid` as few cases are quick as have every pair of values of two parameters; with
-`grid(together=1)`, as few as have every value. So a backend, an instruction set, a wire or a codec is never left out.
+browser, runs for a long time by intention (soaks, storms, queueing theory), measures (benches, plans, tables of
+accuracy), or breaks a cluster of processes in a way that a quick test breaks nodes of one process.
+
+Of what Triton interprets the first case of each test is quick. Of a test with the marker `grid` as few cases are quick
+as have every pair of values of two parameters; with `grid(together=1)`, as few as have every value. So a backend, an
+instruction set, a wire or a codec is never left out. With `grid(kinds=True)` codecs of one kind (tests/kinds.py) count
+as one value. That is for tests of nodes and clusters, to which codecs of a kind are alike. Bytes and kernels of every
+codec have quick tests of their own (tests/codecs).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import combinations_with_replacement
 from typing import Any
@@ -20,15 +25,18 @@ Value = tuple[str, str]
 """Name of a parameter, and a value of it."""
 
 
-def thin_out(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of each test slow that add nothing to what `cover` chooses.
+def thin_out(items: Iterable[pytest.Item], kind_of: Callable[[object], object]) -> None:
+    """Mark the cases of each test slow that add nothing to what `cover` chooses. `kind_of` gives a value's kind.
 
     Cases that are slow already, or skipped here, cover nothing and stay what they are.
     """
     for cases in _by_test(item for item in items if not {"skip", "slow"} & {mark.name for mark in item.iter_markers()}):
         marker = cases[0].get_closest_marker("grid")
         together = marker.kwargs.get("together", 2) if marker else 2
-        quick = cover([case.callspec.params if hasattr(case, "callspec") else {} for case in cases], together)
+        params = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]
+        if marker and marker.kwargs.get("kinds"):
+            params = [{name: kind_of(value) for name, value in each.items()} for each in params]
+        quick = cover(params, together)
         for index, case in enumerate(cases):
             if index not in quick:
                 case.add_marker(pytest.mark.slow)

@@ -48,7 +48,7 @@ class Measured:
     @property
     def bytes_per_request(self) -> float:
         """Bytes of KV on the wire per request, with message headers."""
-        return float(self.result["kv"]["bytes"] / self.result["completed"])
+        return float(self.result["kv"]["bytes"] / max(1, self.result["completed"]))
 
     @property
     def link_load(self) -> float:

@@ -61,13 +61,14 @@ async def attack(url: str, seconds: float) -> Counter[str]:
                     answers[f"{name}: connection lost"] += 1
 
     async def stay(begun: bytes) -> None:
+        name = "half a head" if begun else "silence"
         async with Connection.to(url) as connection:
             await connection.send_raw(begun)
             try:
                 status, _ = await connection.begin()
-                answers[f"{'half a head' if begun else 'silence'}: {status}"] += 1
+                answers[f"{name}: {status}"] += 1
             except ConnectionError:
-                answers["silence: connection lost"] += 1
+                answers[f"{name}: connection lost"] += 1
 
     async def crumbs() -> None:
         while monotonic() < until:

@@ -12,15 +12,6 @@ struct LevelQuery : Query {
   std::int8_t* codes;  // [R, D]
   float* scale;        // [R]
   float* sums;         // [R] Σ codes
-
-  // From row r0 on.
-  LevelQuery from(int r0, int head_dim) const {
-    LevelQuery rest = *this;
-    rest.codes += std::size_t(r0) * head_dim;
-    rest.scale += r0;
-    rest.sums += r0;
-    return rest;
-  }
 };
 
 template <class S>

@@ -18,22 +18,6 @@ constexpr int packed_high(int bits) {
   return bits - packed_low(bits);
 }
 
-// use(bits) with the width as a compile-time constant.
-template <class Use>
-[[gnu::always_inline]] constexpr decltype(auto) with_packed_bits(int bits, Use use) {
-  switch (bits) {
-    case 2: return use(std::integral_constant<int, 2>{});
-    case 3: return use(std::integral_constant<int, 3>{});
-    case 4: return use(std::integral_constant<int, 4>{});
-    case 5: return use(std::integral_constant<int, 5>{});
-    case 6: return use(std::integral_constant<int, 6>{});
-    default: return use(std::integral_constant<int, 8>{});
-  }
-}
-constexpr bool is_packed_width(int bits) {
-  return with_packed_bits(bits, [&](auto width) { return width == bits; });
-}
-
 template <class S, int bits>
 struct PackedRows {
   const std::uint8_t* low;

@@ -167,5 +167,4 @@ std::int64_t largest_in_row(const std::byte* row, int n) {
   return most >= kInfinity || most == -kInfinity ? -1 : at;
 }
 
-
 }  // namespace hack

@@ -94,18 +94,6 @@ void take_maxima(const PageFormat& fmt, State& state, int row, int pages, const 
   S::store(takes, exp2<S>(S::load(below)));
 }
 
-// `take_maxima` for one page and `rows` rows, at most kLanes. `tops` and `takes` have kLanes places. Everything stays
-// in vectors, because a vector load waits for single stores.
-template <class S>
-void take_tile_maxima(const PageFormat& fmt, State& state, int row, int rows, const float* tops, float* takes) {
-  alignas(64) float keep[kLanes];
-  const auto before = S::load(state.top + row), found = S::load(tops), top = S::max(found, before);
-  S::store(state.top + row, top);
-  S::store(keep, exp2<S>(S::sub(before, top)));
-  S::store(takes, exp2<S>(S::sub(found, top)));
-  scale_down<S>(fmt, state, row, rows, keep);
-}
-
 // Adds the weights of one page to the state's weights.
 template <class S, int NR>
 void merge_weights(const HackFormat& fmt, State& state, int row, const float* takes, const PageWeights* weights,

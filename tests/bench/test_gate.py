@@ -192,6 +192,7 @@ def test_each_sequence_more_takes_what_makes_a_batch_as_long_as_it_was(tmp_path:
 RECORDED = sorted((Path(__file__).parents[2] / "docs" / "gate").glob("*.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
 def test_the_page_says_what_the_simulator_makes_of_its_records(file: Path) -> None:
     """A change of the simulator is a change of `docs/plan.md`, by the command that it names."""
@@ -203,6 +204,7 @@ def test_the_page_says_what_the_simulator_makes_of_its_records(file: Path) -> No
             assert (now.live, now.simulated) == pytest.approx((then["live"], then["simulated"]), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
 def test_fewer_cores_would_explain_what_is_off_where_weights_come_from_memory(file: Path) -> None:
     """As `docs/plan.md` says, by the command that it names."""

@@ -52,6 +52,7 @@ def test_the_bench_checks_every_kernel_and_writes_as_it_goes(tmp_path: Path) -> 
     assert "| decode | 128 tokens x 1, 1x4 heads |" in (tmp_path / "gpu.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_step_of_the_engine_is_timed_for_every_contender() -> None:
     task = next(rows(smoke=True))
     torch.manual_seed(task.seed)

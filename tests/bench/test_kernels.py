@@ -43,6 +43,7 @@ def test_each_rival_has_a_ratio_or_is_named_as_missing(backend: CpuBackend, rows
         assert all(name in console_line(row, missing) for name in rivals)
 
 
+@pytest.mark.slow
 def test_codecs_stand_side_by_side(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("bench.race.COLD_BYTES", 1)
     rows = codec_rows(backend, backend, (128, 128, 128))

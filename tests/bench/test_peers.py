@@ -68,6 +68,7 @@ def test_ablations_are_compared_with_the_codec_they_cut_from() -> None:
     assert record["results"]["2048"]["fp16"][0]["jct_s"] == 8
 
 
+@pytest.mark.slow
 def test_a_codec_that_spoils_the_model_is_timed_all_the_same(tmp_path: Path) -> None:
     model, runs = write_tiny(tmp_path / "model", Tiny(vocab=SHAPE.vocab)), list[Run]()
     serve(model, CODECS["hack-paper"], [[5] * 200], 4, 1, lambda _, run: runs.append(run))

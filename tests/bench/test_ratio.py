@@ -10,6 +10,7 @@ from bench import ratio
 from bench.ratio import MOST_LOST, QUESTIONS, Found, answer, lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chat", "documents"])
 def test_the_planned_split_is_within_5_percent_of_the_best(name: str) -> None:
     found = answer(QUESTIONS[name], replicas=5, seed=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from bench.router.cluster import running
 from bench.router.nodes import PacedDecode, PacedPrefill
 from bench.router.streams import Times, stream
@@ -47,6 +49,7 @@ async def test_tokens_follow_the_kv() -> None:
     assert isinstance(rest[-1], Decoded)
 
 
+@pytest.mark.slow
 async def test_each_node_is_a_process_of_its_own() -> None:
     times = Times()
     async with running(SHIPPED, 1) as cluster:

@@ -27,6 +27,7 @@ CROWD = tuple(Ask(name=f"r{i}", prompt=70 + 31 * i, tokens=12) for i in range(4)
 """More than the pages of a node hold at once, so that sequences swap too."""
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("wire", ["inproc", *LINKS_HERE])
 @pytest.mark.parametrize("rule", DAYS, ids=lambda rule: f"{rule.do}-{rule.at}")
 def test_a_bad_day_on_lanes_that_lag_ends_as_on_the_processor(wire: str, rule: FaultRule) -> None:
@@ -38,6 +39,7 @@ def test_a_bad_day_on_lanes_that_lag_ends_as_on_the_processor(wire: str, rule: F
     assert device.waits > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
 def test_a_storm_on_lanes_that_lag_passes_and_every_slot_comes_back(seed: int) -> None:
     device = Lagging(seed, computes=False)

@@ -44,6 +44,7 @@ def test_a_fault_that_cannot_be_survived_is_seen() -> None:
     assert report.wrong == ("r: node_lost, expected complete",)
 
 
+@pytest.mark.slow
 def test_a_small_storm_passes() -> None:
     damage = weather(Storm(requests=150, minutes=0.3, joins=6, leaves=3, seed=3))
     assert damage.wrong == []

@@ -22,7 +22,7 @@ from tests.handoffs import FORMS
 from transport.wires import Loopback
 
 
-@pytest.mark.grid
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 async def test_a_handoff_lands_bit_exact_and_is_counted_by_plane(wire: Loopback, codec: str) -> None:
     """In the granted pages and slot and nowhere else; the receipt counts bytes as they came, plane by plane."""
@@ -269,7 +269,7 @@ async def test_a_transfer_id_is_reserved_once_and_can_be_reused_when_closed(wire
         node.inbox.close(node.reserve())
 
 
-@pytest.mark.grid
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("sent", FORMS)
 @pytest.mark.parametrize("here", sorted(CODECS))
 async def test_the_sender_chooses_the_wire_form(wire: Loopback, here: str, sent: str) -> None:

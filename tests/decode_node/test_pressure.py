@@ -28,6 +28,7 @@ async def counts(nodes: Pair) -> dict[str, float]:
     return dict((await nodes.decode.describe()).stats)
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 async def test_a_node_under_pressure_says_the_same(codec: str) -> None:
     """Four sequences that want nine pages share five; nothing is computed twice, and everything comes back."""

@@ -35,6 +35,7 @@ async def replayed(nodes: Pair) -> float:
     return dict((await nodes.decode.describe()).stats)["hackkv_replayed_tokens_total"]
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 async def test_it_goes_on_after_any_token_with_the_tokens_of_an_undisturbed_run(codec: str) -> None:
     """Cut at every kind of place in a page, all at once, beside a request that only decodes. No two share pages."""

@@ -65,6 +65,7 @@ def cold(worker: Worker, ids: tuple[int, ...], tokens: int = PI + 7) -> list[Tok
     return generate(worker, greedy("cold", ids, tokens, ignore_eos=True))
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_a_conversation_sends_what_is_new_and_says_what_a_cold_run_says(codec: str) -> None:
     """What travels is less than the new tokens and a page, in FP16."""
@@ -86,6 +87,7 @@ async def test_a_conversation_sends_what_is_new_and_says_what_a_cold_run_says(co
         await nodes.assert_idle()
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_pages_come_back_from_host_memory_bit_equal(codec: str) -> None:
     """A pool of eight pages, in which other requests push the conversation out; its later turn brings it back."""
@@ -128,6 +130,7 @@ async def test_a_node_that_keeps_nothing_is_sent_everything() -> None:
         assert await stat(nodes, "hackkv_held_pages") == 0
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_nodes_report_the_marks_of_what_they_keep(codec: str) -> None:
     """The router makes the same ones from tokens. A prefill node with exact pages reports where a prompt can go on."""
@@ -173,6 +176,7 @@ async def test_a_salt_separates_tenants() -> None:
     assert held == [0, 0, 0, 3 * PI, 3 * PI]
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_a_prompt_that_is_held_to_its_last_token(codec: str) -> None:
     """Nothing but exact rows is left to send; where there are none, a handoff has no frames."""
@@ -187,6 +191,7 @@ async def test_a_prompt_that_is_held_to_its_last_token(codec: str) -> None:
         assert sent_bytes(served) == worker.footprint.wire_bytes(3 * PI, HeldKv(3))
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_requests_that_begin_alike_share_pages_while_they_are_swapped(codec: str) -> None:
     """Four requests of one system prompt come to 11 pages, of which there are 8; apart they would come to 20. They have

@@ -73,7 +73,7 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
-@pytest.mark.grid(together=1)
+@pytest.mark.grid(together=1, kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 @pytest.mark.parametrize("wire", WIRES_HERE)
 async def test_turns_of_many_conversations_say_what_cold_runs_say(folder: Path, wire: str, codec: str) -> None:
@@ -114,6 +114,7 @@ async def test_tenants_do_not_share(folder: Path, workers: int) -> None:
         assert await metric(client, "hackkv_kv_held_tokens_total") == 3 * PI
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize(
     ("codec", "workers"),
     [*((codec, 1) for codec in SHARING), pytest.param(DEFAULT_CODEC, 2, marks=pytest.mark.slow)],

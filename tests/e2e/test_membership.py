@@ -66,7 +66,7 @@ GUIDED = {"guided_json": SCHEMA, "ignore_eos": False}
 """An answer of some two hundred tokens."""
 
 
-@pytest.mark.parametrize("more", [{}, GUIDED], ids=["free", "guided"])
+@pytest.mark.parametrize("more", [{}, pytest.param(GUIDED, marks=pytest.mark.slow)], ids=["free", "guided"])
 def test_a_killed_decode_node_costs_no_token_and_comes_back(paper: Fleet, more: dict[str, Any]) -> None:
     most = 2 * ANSWER_TOKENS if more else ANSWER_TOKENS
     calm = paper.api.complete(PROMPT, most, **more)["choices"][0]
@@ -129,6 +129,7 @@ def test_a_restarted_router_finds_its_nodes_again(paper: Fleet) -> None:
     assert generated(paper.api) - before < most - 1, "nobody reads that answer: it is not decoded to its end"
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("drain_s", [START_S, 0.0], ids=["finishes", "hands over"])
 @pytest.mark.parametrize(("role", "others", "prompt"), [("decode", 2, PROMPT), ("prefill", 1, PROMPT * 20)])
 def test_a_node_that_is_asked_to_stop_costs_nothing(

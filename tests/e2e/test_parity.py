@@ -83,7 +83,7 @@ async def complete_all(client: httpx.AsyncClient, cases: list[tuple[int, ...]], 
     return list(await asyncio.gather(*(one(prompt) for prompt in cases)))
 
 
-@pytest.mark.grid(together=1)
+@pytest.mark.grid(together=1, kinds=True)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("chunk_pages", CHUNK_PAGES)
 @pytest.mark.parametrize("codec", CODECS)

@@ -50,6 +50,7 @@ def named(name: str, processes: list[psutil.Process]) -> psutil.Process:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_leaves_no_orphan(checkpoint: Path, start: Start) -> None:
     """Nobody waits for an answer that does not end, nor for the node that owes it."""
     child = start("serve", str(checkpoint), *SMALL, "--port", "0")
@@ -62,6 +63,7 @@ def test_a_killed_supervisor_leaves_no_orphan(checkpoint: Path, start: Start) ->
     until(lambda: not alive(processes), START_S, "every process has ended")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_node_that_stands_still(checkpoint: Path, start: Start) -> None:
     """By force: it does not end by itself, nor does the answer that it owes."""
     child = start("serve", str(checkpoint), *SMALL, "--port", "0")
@@ -220,6 +222,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.slow
 def test_a_codec_that_spoils_the_model_is_refused_once_and_by_a_lone_node_too(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 import yaml
 
 from app.cluster import ClusterPlan, running
@@ -19,6 +20,7 @@ PLAN = {
 }
 
 
+@pytest.mark.slow
 async def test_a_flipped_bit_and_cut_streams_are_survived(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "model", Tiny())
     plan = tmp_path / "plan.yaml"

@@ -95,6 +95,7 @@ def test_scales_of_blocks_are_powers_of_two_by_the_largest_exponent(element: Ele
     assert torch.equal(powers, 2.0 ** (scales[:3].float() - 127))
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("scaling", Scaling)
 @every_element
 @given(seed=st.integers(0, 2**31), loud=st.floats(1e-4, 1000.0))

@@ -56,6 +56,7 @@ def test_a_rotated_row_does_not_depend_on_its_place(rotating: RowKernels) -> Non
             assert torch.equal(each.rotate_heads(x[part].contiguous(), matrices, shift), whole[part])
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [64, 80])
 def test_rotate_rows_is_a_rotation_of_each(rotating: RowKernels, dim: int, dtype: torch.dtype) -> None:

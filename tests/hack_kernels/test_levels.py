@@ -279,7 +279,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_attention_on_codes_is_attention_on_what_they_stand_for(fmt: LevelFormat) -> None:
     pages = fmt.window.pages + 2

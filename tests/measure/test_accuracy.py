@@ -280,6 +280,7 @@ def test_the_command_measures_and_reports(checkpoint: Path, tmp_path: Path, caps
     assert "hack-paper" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_where_it_stopped(checkpoint: Path, tmp_path: Path) -> None:
     """What has a current file is not measured again; what was deleted, not reached, or asked otherwise, is."""
     out = tmp_path / "small"
@@ -306,6 +307,7 @@ def test_the_command_goes_on_where_it_stopped(checkpoint: Path, tmp_path: Path) 
     assert files["fp16"].stat().st_mtime_ns != after["fp16"]
 
 
+@pytest.mark.slow
 def test_points_that_were_measured_are_not_lost_to_a_shorter_run(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

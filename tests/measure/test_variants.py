@@ -36,6 +36,7 @@ def test_a_calibration_file_adds_rows(subject: Subject, checkpoint: Path, tmp_pa
         variants.choose(["rot-k3v2-calibrated"])
 
 
+@pytest.mark.slow
 def test_a_file_with_bits_by_layer_adds_one_row(subject: Subject, checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "calibration.safetensors"
     made = ["--tokens", "400", "--target-bytes", "18.5%", "--out", str(file)]

@@ -39,7 +39,9 @@ from tests.standing import (
 from tests.tape import Tape, TapeRecorder, differences, on_tape
 
 
-@pytest.fixture(params=["rot-k3v2", "fp16", "fp8", "mxfp4", "kivi-4"])
+@pytest.fixture(
+    params=["rot-k3v2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "fp8", "mxfp4", "kivi-4"))]
+)
 def codec(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

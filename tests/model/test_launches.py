@@ -91,6 +91,7 @@ def runner_on_triton(name: str, slots: int = 3, recorded: int = 0) -> ModelRunne
     return ModelRunner(llama, codec, 8, slots, recorded=recorded)
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("name", SERVED)
 def test_a_decode_step_launches_on_its_device_and_reads_nothing_back(name: str) -> None:
     """In the second of three steps one sequence fills a page. All steps call the same kernels the same way, and what
@@ -123,6 +124,7 @@ def test_all_that_has_kernels_is_recorded_but_what_chooses_pages() -> None:
     assert [name for name in SERVED if not recordable(runner_on_triton(name).codec, torch.bfloat16)] == ["mpcache"]
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("name", SERVED)
 def test_a_recorded_step_takes_one_copy_to_the_device_and_reads_nothing_back(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +168,7 @@ def test_a_layer_is_four_products_and_a_launch_for_each_operation_between_them(
     assert computing == ({"aten.to.dtype": layers} if name == "rot-k3v2" else {}), "outputs of attention are rounded"
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("name", SERVED)
 def test_what_a_step_does_follows_from_its_size_and_the_pages_that_it_fills(name: str) -> None:
     """Neither lengths nor tables change an operator or a kernel. So a graph can be captured, and no sequence that grows
@@ -181,6 +184,7 @@ def test_what_a_step_does_follows_from_its_size_and_the_pages_that_it_fills(name
     assert len(set(done[1:])) == 1, "the first step takes the memory that all of them share"
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("name", SERVED)
 def test_batches_of_any_size_run_what_is_compiled(name: str) -> None:
     """Triton takes seconds to compile. A sequence alone has kernels of its own; all other batches share theirs."""
@@ -196,6 +200,7 @@ def test_batches_of_any_size_run_what_is_compiled(name: str) -> None:
     assert len(compiled[0] | compiled[1]) <= 2 * len(compiled[1])
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("name", SERVED)
 def test_passes_of_any_prompts_run_what_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, and however many pages they fill; one alone has kernels of its own, and so has the

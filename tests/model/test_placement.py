@@ -51,6 +51,7 @@ EVERY = [
 every_codec = pytest.mark.parametrize("runner", EVERY, ids=str, indirect=True)
 
 
+@pytest.mark.grid(kinds=True)
 @every_codec
 def test_a_decode_step_waits_for_nothing_but_its_tokens(runner: ModelRunner) -> None:
     """The second step shares what the first had made."""

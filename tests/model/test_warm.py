@@ -56,6 +56,7 @@ def compiling() -> Iterator[set[object]]:
         yield compiled
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", served())
 async def test_serving_compiles_nothing_after_the_warm_up(codec: str) -> None:
     """Requests of random lengths, alone and at once, through both nodes, with swaps: three have room for their prompts

@@ -19,6 +19,7 @@ from tests.prefill_node.fetching import ANSWER, FETCHES, FEW, cold, longer, rows
 from transport.closing import closing
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_a_fresh_prefill_node_goes_on_with_what_the_decode_node_kept(codec: str) -> None:
     """Turn after turn on another prefill node: each fetches what there is, and computes the rest."""

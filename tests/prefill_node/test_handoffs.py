@@ -102,6 +102,7 @@ async def test_kv_waits_in_the_outbox_until_a_decode_node_is_named() -> None:
         await nodes.assert_idle()
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @pytest.mark.parametrize("when", ["after the handoff", "while the prompt runs"])
 async def test_kv_goes_to_another_decode_node_and_gives_the_same_tokens(codec: str, when: str) -> None:

@@ -121,6 +121,7 @@ class Bench:
         return dict((await self.service.describe()).stats)[name]
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("common", HIT_LENGTHS)
 @pytest.mark.parametrize(("codec", "settings"), SETTINGS, ids=str)
 async def test_a_hit_changes_no_byte_and_no_token(codec: str, settings: dict[str, Any], common: int) -> None:
@@ -286,6 +287,7 @@ async def test_prompt_logprobs_need_every_token() -> None:
         assert len(prefilled.prompt_logprobs) == len(ids) - 1
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_a_decode_node_goes_on_from_a_hit(codec: str) -> None:
     worker = tiny_worker(codec)

@@ -107,15 +107,15 @@ async def test_a_client_that_hangs_up_frees_the_nodes_and_a_signal_ends_what_is_
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (["model=/nowhere"], "/nowhere"),
+        pytest.param(["model=/nowhere"], "/nowhere", marks=pytest.mark.slow),
         (["modle=x"], "modle"),
-        (["limits.max_body_bytes=-1"], "limits.max_body_bytes"),
-        (["api_key_file=/nowhere/key"], "/nowhere/key"),
+        pytest.param(["limits.max_body_bytes=-1"], "limits.max_body_bytes", marks=pytest.mark.slow),
+        pytest.param(["api_key_file=/nowhere/key"], "/nowhere/key", marks=pytest.mark.slow),
         (["listen.port={taken}"], "listen"),
         (["control.port={taken}"], "cannot listen"),
-        (["nonsense"], "KEY=VALUE"),
-        (["workers=0"], "workers"),
-        (["workers=2", "model=/nowhere"], "/nowhere"),
+        pytest.param(["nonsense"], "KEY=VALUE", marks=pytest.mark.slow),
+        pytest.param(["workers=0"], "workers", marks=pytest.mark.slow),
+        pytest.param(["workers=2", "model=/nowhere"], "/nowhere", marks=pytest.mark.slow),
         (["workers=2", "listen.port={taken}"], "listen"),
     ],
 )

@@ -48,6 +48,7 @@ def check_books(outcome: SimulationOutcome) -> None:
         assert outcome.network.bytes == pytest.approx(rows["wire_bytes"].sum())
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_codec_is_served_and_everything_is_given_back(codec: str) -> None:
     outcome = simulate(small(codec=Codec(name=codec)))

@@ -84,6 +84,7 @@ def test_the_router_does_one_thing_after_another(work: list[tuple[float, float]]
         assert end == pytest.approx(free)
 
 
+@pytest.mark.slow
 def test_a_host_of_two_cores_is_m_m_2() -> None:
     """With exponential work the number in the system is that of M/M/2, whoever gets how much (Erlang C): within 2%."""
     world, host = new_host(2)

@@ -177,6 +177,7 @@ def test_a_plan_chooses_among_the_pools_of_the_specification() -> None:
     assert [rig.pool.instance for rig in choice.decode] == ["p4de.24xlarge"]
 
 
+@pytest.mark.slow
 def test_a_mix_serves_more_and_says_who_does_what() -> None:
     spec = question(g5_12xlarge=2, g6_12xlarge=2, p4de_24xlarge=1)
     trials = most(spec, demand_of(spec, 1.0, LIMITS), 48.0, 0)

@@ -96,6 +96,7 @@ def test_no_cluster_with_fewer_replicas_keeps_the_objective(spec: Spec) -> None:
         assert not try_out(spec, less, demand, 300, 0).keeps
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept(spec: Spec) -> None:
     only = spec.plan.model_copy(update={"aggregated": False, "codecs": (Codec(name="fp16"),)})
     spec = spec.model_copy(update={"plan": only})
@@ -133,6 +134,7 @@ def test_a_sample_of_a_load(spec: Spec) -> None:
     assert demand.at(5.0).rate == 5.0
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(SPEC.replace("tp: [1, 4]", "tp: [4]"))

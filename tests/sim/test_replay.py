@@ -25,6 +25,7 @@ from tests.sim.clusters import weightless
 WEIGHTLESS = "nodes without weights"
 
 
+@pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", [*sorted(CODECS), WEIGHTLESS])
 async def test_batches_chunks_and_swaps(codec: str, tmp_path: Path) -> None:
     """Sequences that want more pages than there are, on real nodes; then the same calls on the simulator's books."""

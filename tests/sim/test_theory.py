@@ -41,6 +41,7 @@ def mean_jct(spec: Spec, draw: Callable[[], float], rate: float, count: int, *, 
     return float(np.mean(rows["e2el_s"][count // 20 :]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefills", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_server_with_exponential_times_is_m_m_1(prefills: bool) -> None:
     rng = np.random.default_rng(3)

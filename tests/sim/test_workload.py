@@ -23,6 +23,7 @@ TRACES = {
         "2023-11-16 18:17:04.4799600,6758,500\n"
     ),
     "splitwise.csv": "request_id,arrival_timestamp,prompt_size,token_size\n0,3.0,7322,490\n1,3.5,6758,500\n",
+    "unsorted.csv": "arrival_timestamp,prompt_size,token_size\n3.5,6758,500\n3.0,7322,490\n",
     "own.jsonl": (
         '{"at_s": 0, "input_length": 7322, "output_length": 490}\n\n'
         '{"at_s": 0.5, "input_length": 6758, "output_length": 500, "max_tokens": 700}\n'

@@ -163,6 +163,7 @@ def test_levels_are_means_of_what_is_nearest() -> None:
     assert float(of(torch.tensor([2.0, float("nan")]), 4).abs().max()) <= 1
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**31), groups=st.sampled_from([4, 8, 16]))
 def test_a_weight_counts_as_often_as_it_says(seed: int, groups: int) -> None:
     """Whole weights are copies, within any range; what all weights share changes nothing."""

@@ -49,6 +49,7 @@ def lets_through(schema: Schema, lenient: bool = False) -> Callable[[Any], bool]
     return lambda value: matches(json.dumps(value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "behind"), [("date", ""), ("date-time", "T12:00:00Z")])
 def test_every_day_of_two_centuries_is_a_date_and_no_other_is(form: str, behind: str) -> None:
     matches, right = lets_through({"type": "string", "format": form}), 0

@@ -111,6 +111,7 @@ async def test_every_worker_shows_the_whole(checkpoint: Path) -> None:
         assert told[0]["started"] == told[1]["started"]
 
 
+@pytest.mark.slow
 async def test_a_worker_that_dies_takes_only_its_own_requests_with_it(checkpoint: Path) -> None:
     async with (
         router(checkpoint, "lease_ttl_s=3600", "workers=2") as (process, address),
