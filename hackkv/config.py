@@ -51,9 +51,9 @@ class TracesConfig(Frozen):
     """Address of a collector that takes OTLP over HTTP (http://collector:4318/v1/traces). Empty takes the environment's
     OTEL_EXPORTER_OTLP_ENDPOINT; with neither nothing is traced."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Sent with every batch, as a collector's key."""
+    """HTTP headers sent with every batch, such as a collector's key."""
     sample: float = Field(default=1.0, ge=0, le=1)
-    """The share of requests that is traced. Whose client has decided already (`traceparent`) is traced as it says."""
+    """The share of requests that is traced. A request whose client has decided already (`traceparent`) follows it."""
 
 
 class RoleConfig(Frozen):
@@ -76,7 +76,7 @@ class CodecConfig(Frozen):
     max_kl: float = Field(default=DEFAULT_MAX_KL, gt=0)
     """A node refuses to serve with a codec that costs its model more than this (`hackkv.nodes.CodecLoss.kl`)."""
     allow_loss: bool = False
-    """Serve with it all the same."""
+    """Serve all the same with a codec that costs more than `max_kl`."""
 
 
 class ModelConfig(Frozen):
@@ -85,7 +85,7 @@ class ModelConfig(Frozen):
     path: str = ""
     """Folder of a Hugging Face checkpoint or a hub name; empty serves the model that ships with hackkv."""
     dtype: str = "bfloat16"
-    """What products are computed in: bfloat16 or float32."""
+    """The type in which products are computed: bfloat16 or float32."""
     weights: str = "auto"
     """How matrices rest: auto, fp32, bf16 (numbers), int8 or int4 (codes). int8 and int4 keep what a GGUF file has as
     Q8_0, Q4_0 or Q4_1 of no more bits, and pack every other matrix. auto keeps that too and packs nothing else; in
@@ -100,7 +100,7 @@ class ModelConfig(Frozen):
     backend: str = "auto"
     device: str = "auto"
     """Where the model and its KV live: cpu, cuda (a GPU), cuda:N or auto, which takes a GPU that can run the backend if
-    there is one. Of a machine with several GPUs, `hackkv serve` gives each node one."""
+    there is one. On a machine with several GPUs, `hackkv serve` gives each node one."""
 
 
 class ListenConfig(Frozen):
@@ -157,7 +157,7 @@ def _settings(cls: type[BaseModel], section: Sequence[str]) -> Collection[str]:
 
 
 def _sections(hint: object) -> Iterator[type[BaseModel]]:
-    """The sections that a type is made of: of an optional one, of a list."""
+    """The sections within a type: the type itself, or those of an optional type or a list."""
     if isinstance(hint, type) and issubclass(hint, BaseModel):
         yield hint
     for part in get_args(hint):
