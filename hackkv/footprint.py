@@ -46,7 +46,7 @@ class Footprint:
         return self.pages(rows) if self.seals_open_page else rows // self.page_tokens
 
     def sent_pages(self, rows: int, held: HeldKv = NOTHING_HELD) -> range:
-        """The sealed pages that travel to a receiver that has `held`. It seals pages whose rows come exactly itself."""
+        """The sealed pages that travel to a receiver with `held`, which itself seals pages whose rows come exactly."""
         sealed = self.sealed(rows)
         coded = range(sealed) if self.seals_open_page else self.window.coded(sealed)
         return range(max(coded.start, held.pages), max(coded.stop, held.pages))
@@ -76,11 +76,11 @@ class Footprint:
         return self.slot_bytes - self.page_tokens * self.row_bytes
 
     def resting_bytes(self, rows: int) -> int:
-        """Sealed pages and exact rows, at rest."""
+        """Bytes of sealed pages and exact rows, at rest."""
         return self.sealed(rows) * self.page_bytes + self.exact_rows(rows) * self.row_bytes
 
     def wire_bytes(self, rows: int, held: HeldKv = NOTHING_HELD) -> int:
-        """Payload of a handoff to a receiver that has `held`, before coding."""
+        """Payload bytes of a handoff to a receiver that has `held`, before coding."""
         pages = len(self.sent_pages(rows, held))
         return pages * self.wire_page_bytes + self.exact_rows(rows, held.exact) * self.row_bytes
 

@@ -299,7 +299,7 @@ class StopMatcher:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, and is not all of."""
+    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

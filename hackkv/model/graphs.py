@@ -3,7 +3,7 @@ processor a list of calls of C++ without Python.
 
 A recorded step is a fixed program on fixed memory. Only its input differs from step to step, and lies at one place
 (`hackkv.step_input`). A GPU records steps of some numbers of rows before it serves, and a batch runs as the next larger
-one. The processor records a number of rows when it first comes.
+one. The processor records a number of rows when it first occurs.
 
 The host knows which sequences fill a page. Such a sequence reads its page exactly until its next row. So the page is
 sealed after the layers of the step, by a second program, which is recorded for some numbers of pages. A step that fills
@@ -36,7 +36,7 @@ from hackkv.step_input import Spare, StepInput
 HALF: Final = 2
 """Bytes of 16 bits."""
 STEP: Final = 8
-"""From here on numbers of rows are multiples of it."""
+"""From this number on, recorded numbers of rows are multiples of it."""
 
 
 class CudaRecorder:
@@ -135,8 +135,8 @@ class Graphs:
         """A step: hidden states [B, hidden] after the final norm, and which sequences are at fault [B] bool (`Batch`).
         The next step overwrites both.
 
-        With `after` [B] int64 the tokens are these, on the device, and `ids` does not count. Then the pages that the
-        step fills are left open, and no span has to know them: `seal` follows before the next step.
+        With `after` [B] int64, the tokens are those in `after`, on the device, and `ids` is ignored. The pages that the
+        step fills are then left open and need not be in the spans: `seal` follows before the next step.
         """
         count = len(spans)
         filled = [] if after is not None else self._input.filled(spans)

@@ -41,7 +41,7 @@ def model_hash(folder: Path) -> str:
 def source_hash(folder: Path) -> str:
     """The hash by which a calibration names its model: 32 hexadecimal digits, equal for all dtypes of a GGUF file.
 
-    Raises `CheckpointError` as `model_hash`, which it is for any other checkpoint.
+    For any other checkpoint it is `model_hash`. Raises `CheckpointError` as that does.
     """
     return source_of(folder) or model_hash(folder)
 

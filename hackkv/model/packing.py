@@ -1,4 +1,4 @@
-"""In which form a model's matrices rest: the setting `model.weights`.
+"""The form in which a model's matrices rest: the setting `model.weights`.
 
 `int8` and `int4` pack every matrix. What the checkpoint has in codes of no more bits stays exactly as it is. Matrices
 of the vocabulary have 8 bits with either. `fp32` and `bf16` pack nothing. `auto` takes what the checkpoint has: codes

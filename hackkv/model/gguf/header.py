@@ -230,7 +230,7 @@ class _Cursor:
         return CheckpointError(f"{self.path}: {complaint}")
 
     def take(self, size: int, what: str) -> bytes:
-        """The next `size` bytes; `what` is read, for the complaint."""
+        """The next `size` bytes. `what` names them in a complaint."""
         if size > self.left:
             raise self.fail(f"{what}: truncated: {size} bytes expected at byte {self.done}, {self.left} are left")
         if self.done + size > MAX_HEADER:

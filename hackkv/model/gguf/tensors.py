@@ -86,7 +86,7 @@ class GgufTensors:
         return HELD.get(self._entries[name].kind)
 
     def codes(self, name: str, bits: int) -> Iterator[Codes]:
-        """As `rows`, but codes: those of the file if they have so many bits, else the nearest."""
+        """Codes of the tensor's rows, in blocks: those of the file if they have `bits` bits, else the nearest."""
         kind = self._entries[name].kind
         for rows in self._blocks(name):
             yield codes_of(rows, kind) if HELD.get(kind) == bits else nearest_codes(_numbers(rows, kind), bits)
