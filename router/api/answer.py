@@ -56,7 +56,7 @@ class Thoughts:
         return thought, ""
 
     def _trimmed(self, text: str) -> str:
-        """Without the blank lines between thoughts and text."""
+        """`text` without the blank lines between thoughts and text."""
         if self._trim:
             text = text.lstrip()
             self._trim = not text

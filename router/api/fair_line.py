@@ -78,7 +78,7 @@ class FairLine:
         self._forget()
 
     def _hand_out(self) -> None:
-        """Give free places to those who are next."""
+        """Give free places to the jobs that are next."""
         while self._free > 0 and (candidates := [one for one in self._clients.values() if self._can_begin(one)]):
             owner = min(candidates, key=lambda one: one.at)
             wait = next(wait for wait in owner.waiting if self._fits(wait))

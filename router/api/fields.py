@@ -47,7 +47,7 @@ def is_tag(name: str | int) -> bool:
 
 
 def of_kind(*kinds: str, told: str) -> BeforeValidator:
-    """For a field `type`: only these kinds. `told` says what there is, where a client names another kind."""
+    """For a field `type`: only these kinds. `told` says which kinds there are, if a client names another."""
 
     def check(kind: object) -> object:
         if isinstance(kind, str) and kind not in kinds:
@@ -96,7 +96,7 @@ class _Unsupported:
 
 @dataclass(frozen=True)
 class Ignored(_Unsupported):
-    """A hint. `why` says what would have followed it."""
+    """A hint without effect here. `why` gives the reason."""
 
     why: str
 
