@@ -13,7 +13,7 @@ from hackkv.errors import ConfigError
 from hackkv.types import Role
 
 LEASE_TTL_S: Final = 3.0
-"""How long a node stays in the fleet without a report."""
+"""Seconds that a node stays in the fleet without a report."""
 
 
 MAX_WORKERS: Final = 64
@@ -73,7 +73,7 @@ class LimitsConfig(Frozen):
     parsers: int = Field(default=2, gt=0)
     """Large bodies that are parsed side by side, each in a process. One place is kept for bodies below 256 KiB."""
     max_parsing: int = Field(default=256, gt=0)
-    """Large bodies that wait for a process, half of them of one client; one more is a 429."""
+    """Large bodies that wait for a process, at most half of them from one client; one more is a 429."""
     max_connections: int = Field(default=8192, gt=0)
     """HTTP connections; one more is closed at once."""
     max_connections_per_address: int = Field(default=256, gt=0)
@@ -92,7 +92,7 @@ class LimitsConfig(Frozen):
     ageing_s: float = Field(default=5.0, ge=0)
     """How long later requests may pass a request that finds no room."""
     max_passed: int = Field(default=16, ge=0)
-    """How many requests may pass it."""
+    """How many requests may pass a request that finds no room."""
     max_failovers: int = Field(default=3, ge=0)
     """Lost nodes, failed transfers and missed deadlines that one request survives. Nodes that drain do not count."""
 
@@ -114,7 +114,7 @@ class ChatConfig(Frozen):
     """How the model's answers are read; by default as its chat template says."""
 
     tool_style: Literal["auto", "hermes", "llama3", "mistral", "pythonic", "none"] = "auto"
-    """How it writes calls of tools; none refuses tools."""
+    """How the model writes calls of tools; none refuses tools."""
     reasoning: Literal["auto", "think", "none"] = "auto"
     """Whether answers may begin with thoughts in <think>."""
 
@@ -141,7 +141,7 @@ class RouterConfig(RoleConfig):
     """Networks of reverse proxies: their connections are not counted by address, and their `X-Forwarded-For` is
     believed."""
     cors_origins: tuple[str, ...] = ()
-    """Pages that browsers may let call this API though it is another host's ("https://app.example"; "*" is any)."""
+    """Pages of other hosts that browsers may let call this API ("https://app.example"; "*" is any)."""
     trace_link: str = Field(default="", pattern=TRACE_LINK)
     """Where the page finds traces, as "http://jaeger:16686/trace/{trace_id}"; empty shows ids without links."""
     nodes: NodesConfig = NodesConfig()

@@ -37,7 +37,7 @@ class PrefillLoad:
     health: Health = _WELL
     draining: bool = False
     held_tokens: int = 0
-    """Tokens of the prompt in question that it need not compute."""
+    """Tokens of the prompt in question that the node need not compute."""
 
 
 @dataclass(frozen=True, slots=True)

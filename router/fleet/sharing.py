@@ -25,7 +25,7 @@ REPORTS_PER_LEASE: Final = 4
 
 
 class Sharing:
-    """One process's part. Processes are known by their names."""
+    """One process's part in the sharing. Processes are known by their names."""
 
     def __init__(
         self,

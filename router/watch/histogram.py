@@ -11,7 +11,7 @@ from prometheus_client import Histogram
 
 
 class BulkHistogram(Histogram):
-    """Takes what a whole sequence has to tell in one call: a hundred sequences may end together, each with hundreds of
+    """Takes all observations of a sequence in one call: a hundred sequences may end together, each with hundreds of
     tokens."""
 
     def observe_all(self, amounts: Sequence[float]) -> None:
