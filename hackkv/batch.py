@@ -83,7 +83,7 @@ class Batch:
     fills: Fills | None = None
     """`filled` as kernels take it; None if that is empty."""
     more: tuple[Tensor, ...] = ()
-    """The lists `more` that `of` laid out too, int64 on the device."""
+    """The lists `more` that `of` was given, int64 on the device."""
     visible: dict[int, Spans] = field(default_factory=dict)
     """Layer -> the pages that its queries see, if layers choose pages. A later layer may reuse the choice."""
 

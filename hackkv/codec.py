@@ -126,8 +126,8 @@ class KvCodec(Protocol):
 
     @property
     def served_by(self) -> str:
-        """Who computes on sealed pages: the backend's name, or "reference" for a format that the backend has no kernels
-        for. Commas separate the names where formats differ."""
+        """The name of what computes on sealed pages: the backend's, or "reference" for a format that the backend has
+        no kernels for. Commas separate the names where formats differ."""
         ...
 
     def fingerprint(self) -> tuple[tuple[str, str], ...]:

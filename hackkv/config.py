@@ -35,7 +35,7 @@ class TlsConfig(Frozen):
 
 
 class InternalConfig(Frozen):
-    """Who may use the internal ports (control calls and KV). All processes of a cluster need the same."""
+    """Access to the internal ports (control calls and KV). All processes of a cluster need the same settings."""
 
     token_file: Path | None = None
     """A secret that every call must show."""
@@ -53,11 +53,11 @@ class TracesConfig(Frozen):
     headers: dict[str, str] = Field(default_factory=dict)
     """HTTP headers sent with every batch, such as a collector's key."""
     sample: float = Field(default=1.0, ge=0, le=1)
-    """The share of requests that is traced. A request whose client has decided already (`traceparent`) follows it."""
+    """The share of requests that is traced. Where the client has decided already (`traceparent`), that counts."""
 
 
 class RoleConfig(Frozen):
-    """What every role's configuration begins with."""
+    """The settings with which every role's configuration begins."""
 
     node_id: str = ""
     """A stable name of this process; empty takes role and address."""
@@ -69,7 +69,7 @@ class RoleConfig(Frozen):
 
 
 class CodecConfig(Frozen):
-    """Which codec keeps the KV cache: a preset of `hackkv.codecs.CODECS`, and settings that override it."""
+    """The codec that keeps the KV cache: a preset of `hackkv.codecs.CODECS`, and settings that override it."""
 
     name: str = DEFAULT_CODEC
     settings: dict[str, int | float | str | bool] = Field(default_factory=dict)
@@ -80,7 +80,7 @@ class CodecConfig(Frozen):
 
 
 class ModelConfig(Frozen):
-    """Which checkpoint a worker serves and how it computes."""
+    """The checkpoint that a worker serves, and how the worker computes."""
 
     path: str = ""
     """Folder of a Hugging Face checkpoint or a hub name; empty serves the model that ships with hackkv."""
@@ -99,12 +99,12 @@ class ModelConfig(Frozen):
     batch. It costs the library's faster products of many rows; null means only in float32."""
     backend: str = "auto"
     device: str = "auto"
-    """Where the model and its KV live: cpu, cuda (a GPU), cuda:N or auto, which takes a GPU that can run the backend if
-    there is one. On a machine with several GPUs, `hackkv serve` gives each node one."""
+    """The device of the model and its KV: cpu, cuda (a GPU), cuda:N or auto, which takes a GPU that can run the backend
+    if there is one. On a machine with several GPUs, `hackkv serve` gives each node one."""
 
 
 class ListenConfig(Frozen):
-    """Where a service listens. The address is explicit; nothing binds to all interfaces by default."""
+    """The address at which a service listens. It is explicit: nothing binds to all interfaces by default."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)

@@ -29,7 +29,7 @@ class Footprint:
     row_bytes: int
     """One row of K and V of all layers and KV heads in a slot: FP16."""
     window: Window
-    """Which rows lie in the slot."""
+    """The rows that lie in the slot."""
     seals_open_page: bool = False
     """Whether rows past the last full page rest as a sealed page too."""
     noted_bytes: int = 0
@@ -67,12 +67,12 @@ class Footprint:
 
     @property
     def slot_bytes(self) -> int:
-        """A slot of all layers and KV heads."""
+        """Bytes of a slot, over all layers and KV heads."""
         return self.window.pages * self.page_tokens * self.row_bytes
 
     @property
     def earlier_bytes(self) -> int:
-        """The most that a slot of all layers and KV heads holds beside the open page."""
+        """The most bytes that a slot of all layers and KV heads holds beside the open page."""
         return self.slot_bytes - self.page_tokens * self.row_bytes
 
     def resting_bytes(self, rows: int) -> int:

@@ -63,7 +63,7 @@ class FrameWriter:
         return self._frame(layer, head_start, page_start, planes, rows)
 
     def end(self, first_token: int) -> HandoffEnd:
-        """Close the handoff."""
+        """The message that closes the handoff."""
         return handoff_end(self.transfer_id, self._epoch, self._seq, first_token)
 
     def _frame(self, layer: int, head_start: int, page_start: int, planes: dict[str, Tensor], rows: int) -> KvFrame:
@@ -302,7 +302,7 @@ def _verified_pieces(frame: KvFrame) -> Iterator[tuple[PlaneSpan, memoryview]]:
 
 
 def _verified_on_device(frame: KvFrame) -> Iterator[Tensor]:
-    """As `_verified_pieces`, of a frame that lies on a device: copies of its planes there, uint8 [bytes]."""
+    """Copies of the verified planes of a frame on a device, uint8 [bytes] there. Raises `FrameRefused`."""
     payload = cast(DevicePayload, frame.payload)
     pieces = payload.pieces([span.coded_bytes for span in frame.planes], _seed(frame))
     for span, (piece, checksum) in zip(frame.planes, pieces, strict=True):

@@ -75,7 +75,7 @@ def unwritten_files(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
 
 
 async def within(seconds: float, event: Awaitable[object]) -> bool:
-    """Wait for `event`; False if it has not come after so many seconds."""
+    """Wait for `event`; False if it has not come after so long."""
     try:
         async with asyncio.timeout(seconds):
             await event

@@ -35,9 +35,9 @@ class HostKv:
     """The KV of one sequence in host memory, all of it by layer."""
 
     sealed: tuple[tuple[Planes, ...], ...]
-    """Its pages, some at a time, in their resting order [pages, Hkv, ...]."""
+    """The sequence's pages, in parts, in their resting order [pages, Hkv, ...]."""
     exact: tuple[Planes, ...]
-    """Its exact rows, as planes `OPEN_PLANES`."""
+    """The sequence's exact rows, as planes `OPEN_PLANES`."""
     pages: int
     rows: int
     """Rows that the sequence holds."""
@@ -59,7 +59,7 @@ class KvMemory:
         self.lanes = lanes_on(self.pools[0].device, 2 * max(page, rows))
 
     def export(self, layer: int, pages: Sequence[int]) -> Iterator[Leaving]:
-        """Sealed pages as planes that travel: name -> [Hkv, P, *plane shape], contiguous; in order, some at a time."""
+        """Sealed pages as planes that travel: name -> [Hkv, P, *plane shape], contiguous; in order, part by part."""
         pool = self.pools[layer]
         sizes = [plane.page_bytes * len(self._heads) for plane in self._codec.wire_planes[layer]]
         parts = self.lanes.pieces(len(pages), sizes)
@@ -151,14 +151,14 @@ class KvMemory:
                     forget(exact, range(numbers[0], numbers[-1] + 1))
 
     def rest(self, layer: int, pages: Tensor) -> Iterator[Leaving]:
-        """Sealed pages, [P] int64, as they rest: name -> [P, Hkv, ...]; in order, some at a time."""
+        """Sealed pages, [P] int64, as they rest: name -> [P, Hkv, ...]; in order, part by part."""
         planes = self.pools[layer].planes
         return self._fetched(
             pages, self.at_once(layer, len(pages)), lambda ids: {n: p.index_select(0, ids) for n, p in planes.items()}
         )
 
     def at_once(self, layer: int, pages: int) -> Iterator[range]:
-        """The parts in which so many pages go to host memory or come back, one at a time."""
+        """The parts in which so many pages go to host memory, or come back from there."""
         return self.lanes.pieces(pages, [plane[:1].nbytes for plane in self.pools[layer].planes.values()])
 
     def put_back(self, layer: int, pages: Tensor, resting: Planes) -> None:
@@ -190,8 +190,8 @@ class KvMemory:
                 self.install_rows(layer, self._heads, slot, self.footprint.runs(kv.rows), exact)
 
     def resume(self, kv: HostKv, slot: int, rows: int) -> None:
-        """Write to a slot the exact rows in `kv` that a sequence still sees when it comes to `rows` rows. `kv` holds
-        the sequence's first full pages."""
+        """Write to a slot the exact rows in `kv` that a sequence still sees when it comes to `rows` rows. They
+        are those of the sequence's first full pages."""
         page_tokens, window = self.footprint.page_tokens, self.footprint.window
         seen = set(self.footprint.exact_pages(rows))
         with self.lanes.arriving():

@@ -29,7 +29,7 @@ from hackkv.errors import HackkvError
 from hackkv.streams import DONE, InlineLane, Lane, Mark, StreamLane
 
 ALIGNED: Final = 256
-"""Tensors in a slot begin at multiples of so many bytes, as memory that CUDA gives does: kernels are compiled for
+"""Tensors in a slot begin at multiples of this many bytes, as memory that CUDA gives does: kernels are compiled for
 that."""
 SLOT_BYTES: Final = 4 << 20
 SLOTS: Final = 16
@@ -58,7 +58,7 @@ class Slot:
         return views
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Empty the slot."""
         self._end = 0
 
 

@@ -51,7 +51,7 @@ class PromptLogprobs:
         del self.own[count:], self.top_ids[alternatives:], self.top[alternatives:]
 
     def __iter__(self) -> Iterator[Scores]:
-        """Token by token."""
+        """The scores of one token after another."""
         width = self.width
         for nth, own in enumerate(self.own):
             at = slice(nth * width, (nth + 1) * width)

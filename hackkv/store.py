@@ -49,7 +49,7 @@ class Store(Generic[Found]):
 
     @property
     def root(self) -> Path:
-        """The folder of this user."""
+        """This user's folder of measurements."""
         return user_cache_path("hackkv") / self._folder
 
     def remembered(self, key: Key, measure: Callable[[], Found | Passing[Found]]) -> Found:

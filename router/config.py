@@ -59,13 +59,13 @@ class DeadlinesConfig(Frozen):
     token_s: float = Field(default=60.0, gt=0)
     """Between two tokens, and from the last token to the end of the nodes' accounts."""
     swapped_s: float = Field(default=300.0, gt=0)
-    """In the decode node's host memory."""
+    """Waiting in the decode node's host memory."""
     total_s: float = Field(default=1800.0, gt=0)
     """The whole request."""
 
 
 class LimitsConfig(Frozen):
-    """What one client, and all of them together, may ask for."""
+    """Limits on what one client, and all clients together, may ask for."""
 
     max_body_bytes: int = Field(default=16 << 20, gt=0)
     max_buffered_bytes: int = Field(default=256 << 20, gt=0)
@@ -97,7 +97,7 @@ class LimitsConfig(Frozen):
     """Lost nodes, failed transfers and missed deadlines that one request survives. Nodes that drain do not count."""
 
     def shared_by(self, processes: int) -> LimitsConfig:
-        """The limits of one of so many processes, such that all of them together allow as much as these limits say.
+        """The limits of one of `processes` processes, such that all of them together allow as much as these limits.
 
         What holds for one request, or for one address, stays as it is. One process takes a request of `max_sequences`
         if all of them together do. It reads two large bodies at least, so that a small one need not wait until a large
@@ -131,7 +131,7 @@ class RouterConfig(RoleConfig):
     model: Path
     """Checkpoint folder; the router reads only its tokenizer, chat template and config.json."""
     served_model_name: str = ""
-    """What clients call the model; empty takes the folder's name."""
+    """The name by which clients call the model; empty takes the folder's name."""
     api_keys: tuple[str, ...] = ()
     api_key_file: Path | None = None
     """One key a line. With no key at all the API is open."""
@@ -143,7 +143,7 @@ class RouterConfig(RoleConfig):
     cors_origins: tuple[str, ...] = ()
     """Pages of other hosts that browsers may let call this API ("https://app.example"; "*" is any)."""
     trace_link: str = Field(default="", pattern=TRACE_LINK)
-    """Where the page finds traces, as "http://jaeger:16686/trace/{trace_id}"; empty shows ids without links."""
+    """The address of a trace for the page, as "http://jaeger:16686/trace/{trace_id}"; empty shows ids without links."""
     nodes: NodesConfig = NodesConfig()
     prefix_dispatch: bool = True
     """Whether prompts prefer nodes that hold their beginning. Else only load decides."""

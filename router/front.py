@@ -90,7 +90,7 @@ class Front:
         trim()
 
     async def serve(self, http: socket.socket, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then end what is in flight. Meanwhile probes and new requests are told that it stops."""
+        """Serve until `stop`, then finish what is in flight. Probes and new requests hear meanwhile that it stops."""
         limits, waits = self._config.limits, Waits(self._config.deadlines.head_s, self._config.deadlines.write_s)
         census = Census(limits.max_connections, limits.max_connections_per_address, self._config.proxies)
         connections = partial(BoundedHttp, census, waits, self._served.metrics.refused)

@@ -34,7 +34,7 @@ LOGIT_ROWS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A text, and what a model makes of it with exact KV."""
+    """A text, and the hidden states that a model gives it with exact KV."""
 
     ids: tuple[int, ...]
     hidden: Tensor

@@ -108,7 +108,7 @@ class PagedCodec:
 
     @property
     def served_by(self) -> str:
-        """The names of those whose kernels compute, each once."""
+        """`served_by` of the kernels of all layers, each name once."""
         return ", ".join(dict.fromkeys(kept.kernels.served_by for kept in self.layers))
 
     def fingerprint(self) -> Settings:

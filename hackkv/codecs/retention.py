@@ -1,6 +1,6 @@
-"""Which rows of a prompt stay: first ones, last ones, and between them those with the most votes.
+"""The rows of a prompt that stay: first ones, last ones, and between them those with the most votes.
 
-One rule with other numbers for each method. The codecs `streamingllm`, `snapkv`, `h2o`, `mpcache` (`hackkv.codecs`):
+One rule, with other numbers for each method. The codecs `streamingllm`, `snapkv`, `h2o`, `mpcache` (`hackkv.codecs`):
 
 ============  =====  ====  ======  ====  =====  =================================================================
 method        first  last  voters  pool  pairs  source

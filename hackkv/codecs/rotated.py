@@ -129,7 +129,7 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
 
 
 def exact_layers(text: str, layers: int) -> frozenset[int]:
-    """The layers that the setting names, of a model of `layers`. Raises `ValueError` naming what is no layer."""
+    """The layers that the setting names, of `layers` layers. Raises `ValueError` naming a word that names none."""
     found = set[int]()
     for word in filter(None, map(str.strip, text.split(","))):
         number = int(word) if word.removeprefix("-").isdecimal() else layers

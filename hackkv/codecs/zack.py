@@ -189,7 +189,7 @@ def _made(shape: KvShape, step: int, below: Callable[[KvShape], KvCodec]) -> dic
 
 
 def _fold(found: Projections, layer: int, width: int) -> tuple[HeadRotations, Tensor]:
-    """The rotations of K and Q in a layer that keeps `width` channels, and what is folded into the weights around V."""
+    """The rotations of K and Q in a layer that keeps `width` channels, and that folded into the weights around V."""
     rotated = {side: torch.zeros_like(each[layer]) for side, each in found.rotations.items()}
     for side, into in rotated.items():
         into[..., :width] = found.rotations[side][layer, ..., :width] @ hadamard(width)

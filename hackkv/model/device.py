@@ -84,7 +84,7 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 def auto_kv_bytes(memory: DeviceMemory, weights: int, work: int, nodes: int) -> int:
-    """Bytes for sealed pages on a GPU that `nodes` nodes share, each with as much, when the weights are loaded.
+    """Bytes for sealed pages on a GPU that `nodes` nodes share, each with an equal part, when the weights are loaded.
 
     `weights` bytes lie there already, `work` (passes, recorded steps and slots) are still to come. Nodes that start at
     the same moment see each other's memory as free, so each keeps to its part of the whole. May be negative.

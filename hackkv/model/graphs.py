@@ -128,7 +128,7 @@ class Graphs:
             raise ConfigError(f"graphs: {self._model.device} cannot record a decode step: {error}") from error
 
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Whether a step of so many sequences runs here."""
+        """Whether a step of these sequences runs here."""
         return self._recorder is not None and len(spans) <= self._input.most
 
     def run(self, spans: Sequence[Span], ids: Sequence[int], after: Tensor | None = None) -> tuple[Tensor, Tensor]:

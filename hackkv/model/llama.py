@@ -60,7 +60,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All tensors of a model on one device, of one dtype as far as they are not packed."""
+    """All tensors of a model on one device. Those that are not packed have one dtype."""
 
     embed: Weight
     """[vocab, hidden]"""

@@ -34,9 +34,9 @@ Product: TypeAlias = Callable[[Tensor, Any], Tensor]
 """(x [rows, in], weight [out, in]) -> [rows, out]; the weight is of x's dtype, or packed."""
 
 ALWAYS: Final = 0
-"""The number of rows from which on the library multiplies: any."""
+"""A value of `library_rows`: the library multiplies any number of rows."""
 NEVER: Final = sys.maxsize
-"""A number of rows that no batch has: the model is batch invariant."""
+"""A value of `library_rows`: the library never multiplies, so the model is batch invariant."""
 ROWS: Final = (1, 4, 16, 64, 128, 256)
 """Numbers of rows that are tried."""
 SIDE: Final = 1024
@@ -50,10 +50,10 @@ count. A call is no round if its threads waited for a processor longer than `WAI
 microseconds, and for milliseconds behind other work. After `PATIENCE_S` such calls count as well, and the answer is
 kept for a while only."""
 GAIN: Final = 1.1
-"""The library takes over where it is at least so many times faster."""
+"""The library takes over where it is at least this many times faster."""
 
 VERSION: Final = "6"
-"""Increases with every change of our products or of how they are timed: what was measured before is asked again."""
+"""Increases with every change of our products or of how they are timed: earlier measurements are repeated."""
 
 _THREADS: Final = Path("/proc/self/task")
 _STORE: Final = Store("products", int, "who multiplies faster")
@@ -170,7 +170,7 @@ def _alternating(products: tuple[Product, Product], x: Tensor, weight: Weight) -
 
 def waited_s() -> float:
     """Seconds for which runnable threads of this process have waited for a processor, in all. Linux counts them; 0
-    where nobody does."""
+    elsewhere."""
     waited_ns = 0
     for thread in _THREADS.glob("*/schedstat"):
         with contextlib.suppress(OSError):  # it has ended

@@ -95,8 +95,8 @@ class ModelRunner:
     def choose(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> list[Token]:
         """Run one row of each sequence and choose the token after it: the host waits for the device once.
 
-        Raises `NonFiniteError` naming the first span at fault; the others have advanced. Raises `GuideError`; no
-        sequence has advanced then.
+        Raises `NonFiniteError` naming the first span at fault, after the others have advanced. Raises `GuideError`
+        before any sequence has advanced.
         """
         found = self.end(self.begin(spans, ids, states), range(len(spans)), spans, ids, states)
         for error in found:
@@ -116,7 +116,7 @@ class ModelRunner:
         self, spans: Sequence[Span], before: Sequence[tuple[LaunchedStep, int]], states: Sequence[SamplerState]
     ) -> LaunchedStep:
         """Give the device the step after one that is under way and whose tokens the host has not seen. Span i takes the
-        token that row `before[i]` of a step will choose. The runner has to look ahead, and the states to foresee it.
+        token that `before[i]`, a row of a step, will choose. The runner has to look ahead; the states have to foresee.
 
         The pages that the step fills stay open and need not be in the spans: `end_after` follows before the next step.
         """
@@ -186,7 +186,7 @@ class ModelRunner:
         return self._run(batch, partial(self._attend, batch)), batch.faulty
 
     def _lay_out(self, spans: Sequence[Span], ids: Sequence[int], wanted: Sequence[int] | None = None) -> Batch:
-        """A batch that brings along what the model reads: tokens, positions, and which rows are wanted if not all."""
+        """A batch with the inputs of the model: tokens, positions, and the wanted rows unless all are wanted."""
         more, positions = [ids], _positions(spans)
         if positions or wanted is not None:
             more.append(positions)

@@ -159,7 +159,7 @@ class Unloaded:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with what the checkpoint puts around a text. Raises `CheckpointError`."""
+        """Ids of `text`, with the special tokens that the checkpoint puts around a text. Raises `CheckpointError`."""
         path = self.folder.path / "tokenizer.json"
         try:
             core = Tokenizer.from_file(str(path))

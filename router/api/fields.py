@@ -37,7 +37,7 @@ TEXT, PARTS, REFUSAL, OBJECT, ALLOWED = "<text>", "<parts>", "<refusal>", "<obje
 
 
 def fault(message: str, *where: str | int) -> NoReturn:
-    """Refuse a value: `where` leads from what is validated to the part at fault."""
+    """Refuse a value: `where` is the path from the validated value to the part at fault."""
     raise PydanticCustomError(FAULT, "{message}", {"message": message, "where": where})
 
 

@@ -1,4 +1,4 @@
-"""Makes grammars that nodes can compile of the forms that clients ask for. Hostile ones are refused here, by name.
+"""Makes grammars that nodes can compile from the forms that clients ask for. Hostile ones are refused here, by name.
 
 A child process makes and compiles each grammar first (`router.api.grammar_child`). A grammar that takes too long or
 kills the child is refused, and the next one gets a new child. Forms that were asked for lately are not tried again.

@@ -2,7 +2,7 @@
 
 The router forks it while the router has one thread, so both share the tokenizer. If it dies, it is started anew with
 `python -m router.api.parser MODEL`. It holds one end of a socket pair (`control`, or standard input), over which the
-router sends the socket of each job. The process forks a child for the job. The child gives its memory back by ending,
+router sends the socket of each job. The process forks a child for each job. The child gives its memory back by ending,
 can be ended in the middle of anything, and shares the tokenizer with its parent without a copy. When the router closes
 a job's socket (its client left, or a deadline passed) the child ends at once. When the router closes its end, this
 process ends.

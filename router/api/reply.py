@@ -173,7 +173,7 @@ class Reply(Response):
             await self._break_off(caught, send)
         finally:
             await self._generation.settle(error)
-            if isinstance(error, Cancelled):  # nobody reads how it came here, and all of this request would be a cycle
+            if isinstance(error, Cancelled):  # nobody reads its traceback, which would keep this request in a cycle
                 error.__traceback__ = error.__context__ = None
 
     @abstractmethod

@@ -175,7 +175,7 @@ class CompletionRequest(Generate):
     suffix: Annotated[Any, Refused("text is continued at its end only", ("",))] = None
 
     def stand_in(self, *, repeated: bool) -> dict[str, Any]:
-        """As many prompts, of the same kind."""
+        """As many prompts of the same kinds, empty unless the answer repeats them."""
         keeps = repeated and self.echo
         return {"prompt": [(each if keeps else "") if isinstance(each, str) else [] for each in self.prompt]}
 

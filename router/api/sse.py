@@ -75,7 +75,7 @@ class StreamReply(Reply):
         self._news.set()
 
     def _take(self, delta: Delta) -> None:
-        """Write a delta now, or leave it to the task that sends. The former spares that task a turn for each token."""
+        """Write a delta now, or leave it to the task that sends. Writing now saves that task a turn per token."""
         waits = not self._started or self._sending or self._unsent or self._deltas
         if self._write is None or waits or _is_long(delta):
             self._deltas.append(delta)
@@ -155,7 +155,7 @@ class OpenAiEvents(Events):
         return b"data: ", b"\n\n"
 
     def written(self, delta: Delta) -> bytes:
-        """See `Renderer`. Of plain events only the text is written anew."""
+        """See `Renderer`. Only the text of a plain event is encoded; the bytes around it are kept."""
         index = delta.choice.index
         if not self._plain or _is_long(delta):
             return super().written(delta)

@@ -35,7 +35,7 @@ class FormKind(StrEnum):
     GRAMMAR = "grammar"
     """Lark, or GBNF as llama.cpp has it."""
     LARK = "lark"
-    """Lark for certain: ours."""
+    """Lark that this program wrote."""
 
 
 class Thinking(StrEnum):

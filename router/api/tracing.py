@@ -35,7 +35,7 @@ class HttpCall:
     traceparent: str = ""
     """The trace header of its answer; empty if it has none."""
     status: int = 0
-    """0 while there is no answer."""
+    """The status of its answer; 0 while there is none."""
 
 
 @contextmanager

@@ -83,7 +83,7 @@ class Member(Generic[NodeT]):
 
     @property
     def draining(self) -> bool:
-        """The node is about to stop: it finishes its requests, and this process of the node gets no new ones."""
+        """Whether the node is about to stop. It then finishes its requests, and this process of it gets no new ones."""
         return self.info.draining or self._let_go
 
     @property

@@ -1,4 +1,4 @@
-"""Which node gets a request: pure functions over snapshots of the fleet.
+"""The choice of a node for a request: pure functions over snapshots of the fleet.
 
 Prefill: token-weighted shortest queue (HACK, section 7.1). Decode: fewest outstanding tokens among those with room.
 Tokens of the prompt that a node holds are no work there. So a node that holds much of a prompt gets it, unless another

@@ -29,7 +29,7 @@ Answer = Callable[[str, Any], Awaitable[Any]]
 
 
 class WorkerLink:
-    """One end. What is told or asked first is heard first. Made by `over`; `close` ends it."""
+    """One end of the socket. Messages are heard in the order of sending. Made by `over`; `close` ends it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer

@@ -78,7 +78,7 @@ class TensorEntry:
     offset: int
     """First byte, from the beginning of the file."""
     size: int
-    """Bytes."""
+    """Bytes of the tensor."""
 
     @property
     def row_bytes(self) -> int:
@@ -246,7 +246,7 @@ class _Cursor:
         return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}"), what))[0]
 
     def count(self, what: str, most: int) -> int:
-        """A number of things, at most `most`."""
+        """A count of items, at most `most`."""
         value: int = self.number("Q", what)
         if value > most:
             raise self.fail(f"{what}: {value} items are more than the {most} that we read")

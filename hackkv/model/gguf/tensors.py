@@ -22,7 +22,7 @@ from hackkv.model.gguf.packed import HELD, codes_of
 from hackkv.model.layout import split_shapes
 
 BLOCK_VALUES = 1 << 22
-"""Values that are turned into numbers at a time: 16 MiB of float32, and some as much again on the way."""
+"""Values that are turned into numbers at a time: 16 MiB of float32, and about as much again for the conversion."""
 
 TOP = {
     "model.embed_tokens.weight": "token_embd.weight",

@@ -41,7 +41,7 @@ def _read(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # behind what is complete
+        if error.msg == "Extra data":  # after a complete value
             raise
         try:
             found: object = from_json(text, allow_partial="trailing-strings")

@@ -203,7 +203,7 @@ class ToolParser(ABC):
                 raise NoCall
 
     def _arguments(self, char: str, *, opened: bool) -> Steps:
-        """A JSON object that begins with `char`. It is added as it comes if its call is `opened`; else it is returned."""
+        """A JSON object that begins with `char`. It is added as it comes if its call is `opened`, else returned."""
         if char != "{":
             raise NoCall
         depth, early = 0, ""
