@@ -63,7 +63,7 @@ class RoleConfig(Frozen):
     """A stable name of this process; empty takes role and address."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
-    """Lines for people, or a JSON object each, with the ids of the request and its trace."""
+    """Lines for people, or a JSON object a line, with the ids of the request and its trace."""
     traces: TracesConfig = TracesConfig()
     internal: InternalConfig = InternalConfig()
 

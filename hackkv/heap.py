@@ -47,8 +47,9 @@ def trim() -> None:
 def unmap_code() -> None:
     """Give up the touched pages of program files and libraries. For a process that hardly runs again.
 
-    A page that is needed again comes from the system's cache of files. What was written, such as addresses that the
-    loader fills in, stays. Linux only; elsewhere nothing happens. No other thread may change what memory is mapped.
+    A page that is needed again comes from the system's cache of files. Written pages stay, such as those with
+    addresses that the loader has filled in. Linux only; elsewhere nothing happens. No other thread may map or unmap
+    memory meanwhile.
     """
     maps = Path("/proc/self/smaps")
     if not maps.is_file():

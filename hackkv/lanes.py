@@ -46,7 +46,7 @@ class Slot:
         self._end = 0
 
     def put(self, planes: Planes) -> Planes:
-        """Copies in the next bytes, which a device may have to write yet. Raises `ValueError` if they do not fit."""
+        """Copies in the next bytes, which a device may still have to write. Raises `ValueError` if they do not fit."""
         views = Planes()
         for name, plane in planes.items():
             stop = self._end + plane.nbytes
@@ -107,7 +107,7 @@ class Leaving:
     def __init__(
         self, first: int, give_back: Callable[[Mark], None] | None = None, planes: Planes | None = None
     ) -> None:
-        """`give_back` frees the slot in which the planes will be, if they will be in one."""
+        """`give_back` frees the slot in which the planes arrive; None if they arrive in none."""
         self.first = first
         """The number of the first page in here, counted among those that were asked for."""
         self.mark: Mark = DONE

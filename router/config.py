@@ -39,7 +39,7 @@ class DeadlinesConfig(Frozen):
     head_s: float = Field(default=10.0, gt=0)
     """From a connection's first moment, or a request's first byte, to the end of the request's headers."""
     write_s: float = Field(default=60.0, gt=0)
-    """How long a client may take nothing of an answer that is ready for it."""
+    """How long a client may leave an answer that is ready for it untouched."""
     tokenize_s: float = Field(default=60.0, gt=0)
     """Parsing and tokenizing a body, with the wait for a process if it is large."""
     grammar_s: float = Field(default=5.0, gt=0)
@@ -99,9 +99,9 @@ class LimitsConfig(Frozen):
     def shared_by(self, processes: int) -> LimitsConfig:
         """The limits of one of `processes` processes, such that all of them together allow as much as these limits.
 
-        What holds for one request, or for one address, stays as it is. One process takes a request of `max_sequences`
-        if all of them together do. It reads two large bodies at least, so that a small one need not wait until a large
-        one is read.
+        Limits of one request, or of one address, stay as they are. One process takes a request of `max_sequences` if
+        all of them together do. If these limits allow two large bodies at once, it reads at least two, so that a
+        small one need not wait until a large one is read.
         """
         shared = ("max_buffered_bytes", "max_parsing", "max_connections", "max_inflight", "max_waiting")
         shares = {name: -(-getattr(self, name) // processes) for name in shared}

@@ -1,6 +1,6 @@
 """Codec `kvcomp`: error-bounded codes, Huffman coded where they rest (KVComp, arXiv 2509.00579).
 
-A step is a share of a unit's range: for K of a block, which is a page, or of each of its channels; for V of a token
+A step is a share of a unit's range. A unit of K is a block, which is a page, or a channel of it; a unit of V is a token
 (3.1.1). A value that is read is at most half a step away from the one that was written. Codes rest as Huffman codes
 (3.1.2). A page is decoded where attention reads it, into memory of the thread that stays in its cache (3.3.2);
 `unfused` writes FP16 rows first. On the wire Zstandard removes the room that a page has not filled.

@@ -1,7 +1,7 @@
 """Devices: those that a setting means, the memory that a node needs of one, and the KV that fits beside that.
 
-On a GPU nothing is swapped and nothing is given before it is asked for, so every byte that a node will ever need is
-counted before it takes its pages.
+On a GPU nothing is swapped and memory is taken when it is allocated. So every byte that a node will ever need is
+counted before the node takes its pages.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def places(model: ModelConfig) -> tuple[str, ...]:
 
 
 def backend_on(name: str, device: str | None = None) -> Backend:
-    """The kernels that `model.backend` names, for a device or for their own. Raises `ConfigError`."""
+    """The kernels that `model.backend` names, for `device` or, if None, their own. Raises `ConfigError`."""
     try:
         return load(name, None if device is None else torch.device(device))
     except (BackendUnavailable, ImportError) as error:

@@ -7,8 +7,8 @@ one. The processor records a number of rows when it first occurs.
 
 The host knows which sequences fill a page. Such a sequence reads its page exactly until its next row. So the page is
 sealed after the layers of the step, by a second program, which is recorded for some numbers of pages. A step that fills
-no page does not run it. Rejected: a launch in each layer that looks for full pages. Every step would pay for it, and of
-the steps of one sequence only 1 in 64 fills a page of 64 rows, of those of 32 sequences four in ten.
+no page does not run it. Rejected: a launch in each layer that looks for full pages. Every step would pay for it,
+but with pages of 64 rows only 1 in 64 steps of one sequence fills a page, and four in ten steps of 32 sequences.
 
 Choosing is not recorded, since its operators depend on the rules of requests. Prompts and replays are not recorded
 either, nor is sealing on the processor: it is rare, and its time is in the kernel.

@@ -77,7 +77,7 @@ class ModelRunner:
 
         `on_layer(i)` is called as soon as the KV of layer i is in its pages. With `wanted`, only the last `wanted[i]`
         rows of span i are returned, which is cheaper. Raises `NonFiniteError` naming the span. The host asks once, when
-        all layers are done: what `on_layer` has seen of a span at fault is undefined, of other spans it is right.
+        all layers are done. Until then KV of a span at fault is undefined in `on_layer`; that of other spans is right.
         """
         batch = self._lay_out(spans, ids, wanted)
 
@@ -116,7 +116,7 @@ class ModelRunner:
         self, spans: Sequence[Span], before: Sequence[tuple[LaunchedStep, int]], states: Sequence[SamplerState]
     ) -> LaunchedStep:
         """Give the device the step after one that is under way and whose tokens the host has not seen. Span i takes the
-        token that `before[i]`, a row of a step, will choose. The runner has to look ahead; the states have to foresee.
+        token that `before[i]`, a row of a step, will choose. Needs `looks_ahead`, and `foresees` of all states.
 
         The pages that the step fills stay open and need not be in the spans: `end_after` follows before the next step.
         """

@@ -165,7 +165,7 @@ class _Checkpoint:
         return bool(self._sources[name][1].get_slice(name).get_dtype() == PACKED)
 
     def read(self, name: str, on_bytes: OnBytes) -> Tensor:
-        """One tensor as it is in the file, possibly sharing the file's mapping; of a packed matrix its codes."""
+        """One tensor as it is in the file, or a packed matrix's codes. It may share the file's mapping."""
         tensor: Tensor = self._sources[name][1].get_tensor(name)
         self._done += tensor.nbytes
         on_bytes(self._done, self._total)

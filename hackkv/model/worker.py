@@ -177,7 +177,7 @@ class Unloaded:
         llama = self.load()
         guides = Guides(self.folder.path, sorted(self.spec.eos_ids))
         kernels = f"{self.kernels}, {_products(llama)}"
-        trim()  # loading frees some 50 MiB, of which more or less stays, depending on what lies above it
+        trim()  # loading frees some 50 MiB; how much of it stays depends on what lies above it
         return Worker(self.folder.name, llama, self.codec, self.backend, self.fingerprint(), kernels, guides)
 
     def load_plain(self) -> Llama:

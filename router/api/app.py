@@ -62,7 +62,7 @@ def build_app(
     app.add_exception_handler(HTTPError, handle)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(Exception, handle)
-    described = document(bool(api_keys))  # now: it takes too long for the event loop
+    described = document(bool(api_keys))  # made now: it takes too long for the event loop
     app.openapi = lambda: described  # type: ignore[method-assign]
     gate = Gate(Direct(app), served.metrics.refused, api_keys, spans, _route_of)
     if not cors_origins:

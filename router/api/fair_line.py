@@ -29,7 +29,7 @@ class _Wait:
 @dataclass(slots=True)
 class _Client:
     at: float
-    """Its virtual time: the cost of the work that it has had."""
+    """The client's virtual time: the cost of the work that it has had."""
     waiting: deque[_Wait] = field(default_factory=deque)
     working: int = 0
 

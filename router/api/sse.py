@@ -115,7 +115,7 @@ class StreamReply(Reply):
 
 
 def _is_long(delta: Delta) -> bool:
-    """Whether its events may tell of all tokens: those of the prompt, or of the answer."""
+    """Whether the events of `delta` may tell of all tokens of the prompt or of the answer."""
     return delta.opening or delta.finish is not None
 
 

@@ -1,8 +1,8 @@
 """Reads calls of tools out of a growing text, in the forms that models write them.
 
 A parser is a machine over single characters. So the calls, and the text around them, are the same however the text is
-cut into deltas. Arguments come as they are written, before a call is complete. What begins like a call and turns out to
-be none is text.
+cut into deltas. Arguments come as they are written, before a call is complete. Text that begins like a call and
+turns out to be none stays text.
 """
 
 from __future__ import annotations
