@@ -33,7 +33,7 @@ class Span:
     evicted: int = 0
     """Rows that the cache evicted earlier. The first new row stands at position `held + evicted` of the text."""
     prompt: int = 0
-    """Tokens of the whole prompt, if these are rows of one from which `Eviction.evict` will take some."""
+    """Tokens of the whole prompt, if these are its rows and `Eviction.evict` may drop some; else 0."""
 
     @property
     def position(self) -> int:
@@ -83,9 +83,9 @@ class Batch:
     fills: Fills | None = None
     """`filled` as kernels take it; None if that is empty."""
     more: tuple[Tensor, ...] = ()
-    """The lists that came along, int64 on the device."""
+    """The lists `more` that `of` was given, int64 on the device."""
     visible: dict[int, Spans] = field(default_factory=dict)
-    """Layer -> what its queries see, if layers choose pages: a later layer may see the same."""
+    """Layer -> the pages that its queries see, if layers choose pages. A later layer may reuse the choice."""
 
     @property
     def device(self) -> torch.device:
@@ -152,7 +152,7 @@ def non_finite(layer: int, batch: Batch, k: Tensor, v: Tensor) -> NonFiniteError
     """The error that names layer, tensor, position and KV head of the first value of K, else of V, that FP16 does not
     hold. Reads whole tensors.
 
-    If FP16 holds every value, a codec may still have made too large a row of them. Then `batch.faulty` says which
+    If FP16 holds every value, the row that a codec made of them may still be too large. Then `batch.faulty` says which
     sequence it is. Raises `ValueError` if no sequence is at fault.
     """
     for name, x in (("K", k), ("V", v)):

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Stands behind a message that is to be continued while it is rendered. The space shows whether ends are trimmed."""
+"""Marks the end of the message that is to be continued. The space shows whether the template trims ends."""
 
 
 class ChatTemplate:
@@ -42,7 +42,7 @@ class ChatTemplate:
         continue_final_message: bool,
         arguments: Mapping[str, object],
     ) -> str:
-        """The text of a conversation; `arguments` are variables of the template, made of what JSON has.
+        """The text of a conversation. `arguments` are variables of the template, of JSON's types.
 
         With `continue_final_message` the text ends where the last message does. Raises `ValueError` if that cannot be
         done or there is no message, `jinja2.TemplateError`, `TypeError`, `KeyError` or `AttributeError` if the template
@@ -141,5 +141,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would write HTML's escapes."""
+    """The filter `tojson`. Jinja's own writes HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

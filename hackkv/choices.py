@@ -25,14 +25,14 @@ class Eviction(Protocol):
         ...
 
     def observe(self, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Note what the choice needs of a batch's rows, for spans with a `prompt`; a repeat changes nothing.
+        """Note what the choice needs to know of a batch's rows, for spans with a `prompt`. A repeat changes nothing.
 
         q [T, Hq, D]; k, v [T, Hkv, D] float16, all in the form in which the codec attends to them.
         """
         ...
 
     def evict(self, layer: int, pools: tuple[Pool, ...], span: Span) -> None:
-        """Leave the rows of a layer that stay, in their order, at the beginning of the pages of `span` and in its slot.
+        """Move the rows of a layer that stay, in order, to the beginning of the pages of `span` and to its slot.
 
         `span` covers the whole prompt: `held` is 0. Afterwards its first `rows_held(span.count)` rows count. `pools`
         are those of all layers, with the notes of this prompt. A repeat changes nothing.
@@ -44,7 +44,7 @@ class Selection(Protocol):
     """Chooses the pages that decode reads."""
 
     def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
-        """Which pages the queries q [B, Hq, D] of a decode batch attend to, for each KV head as many."""
+        """The pages that the queries q [B, Hq, D] of a decode batch attend to: equally many for each KV head."""
         ...
 
 

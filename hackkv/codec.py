@@ -40,7 +40,7 @@ class AttentionWeights:
     out: Tensor
     """[hidden, Hq * D]"""
     packed: bool = False
-    """Whether some of them rest as codes, of which these are the values. What is returned as it came stays codes."""
+    """Whether some matrices rest as codes, and these are their values. A matrix returned unchanged stays codes."""
 
 
 def rows_held(codec: KvCodec, tokens: int) -> int:
@@ -71,7 +71,7 @@ class KvCodec(Protocol):
     wire_form: WireForm
     """The form of planes on the wire. `hackkv.framing` applies it, not the codec."""
     codes_where_it_pays: bool
-    """Whether a sender codes only where that saves time (`hackkv.wire_choice`), else always."""
+    """Whether a sender codes planes only where that saves time (`hackkv.wire_choice`); if not, it always does."""
     prepares_weights: bool
     """Whether `prepare_weights` changes anything; if not, codecs may share the weights of one model."""
     origin: Origin | None
@@ -106,7 +106,7 @@ class KvCodec(Protocol):
 
     @property
     def eviction(self) -> Eviction | None:
-        """Which rows of a prompt stay once it is computed; None for all of them."""
+        """The choice of a prompt's rows that stay once it is computed; None if all stay."""
         ...
 
     @property
@@ -116,7 +116,7 @@ class KvCodec(Protocol):
 
     @property
     def decodes_as_prefill(self) -> bool:
-        """Whether generated rows have the K and V of prompt rows. Not if decode reads only some of the pages."""
+        """Whether generated rows get the K and V of prompt rows. They do not if decode reads only some of the pages."""
         ...
 
     @property
@@ -126,8 +126,8 @@ class KvCodec(Protocol):
 
     @property
     def served_by(self) -> str:
-        """Who computes on sealed pages: the backend's name, or "reference" for a format that the backend has no kernels
-        for. Commas separate the names where formats differ."""
+        """The name of what computes on sealed pages: the backend's, or "reference" for a format that the backend has
+        no kernels for. Commas separate the names where formats differ."""
         ...
 
     def fingerprint(self) -> tuple[tuple[str, str], ...]:
@@ -142,15 +142,15 @@ class KvCodec(Protocol):
         ...
 
     def new_pools(self, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> tuple[Pool, ...]:
-        """An empty pool of KV heads `heads` of each layer; with `prompts` those in which whole prompts are computed."""
+        """An empty pool of KV heads `heads` for each layer; with `prompts`, for nodes that compute whole prompts."""
         ...
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [T, Hkv, D] to the cache and return the attention of q [T, Hq, D] over it, causal, in q's dtype.
 
         Full pages are sealed into `pool`, exact rows go to the slots. Repeating a call with the same batch and rows
-        writes the same bytes, unless a span needs rows of its slot that it overwrites: one that starts inside a page
-        and ends in a later one, or, with recent pages, one that starts behind row 0 and has rows of several pages.
+        writes the same bytes, unless a span overwrites rows of its slot that it needs. That happens if it starts inside
+        a page and ends in a later one or, with recent pages, if it starts behind row 0 and has rows of several pages.
 
         A row that is not finite in FP16 sets its sequence in `batch.faulty`. In decode the row is not written, in
         prefill zeros are. The sequence's output is undefined; others are served. The call does not wait for the device.
@@ -162,8 +162,8 @@ class KvCodec(Protocol):
         ...
 
     def seal_held(self, layer: int, pool: Pool, fills: Fills) -> None:
-        """Seal pages all of whose rows stand in slots. Neither waits for the device nor asks the host about pages; any
-        thread may call."""
+        """Seal pages whose rows all stand in slots. Any thread may call this. It neither waits for the device nor asks
+        the host about pages."""
         ...
 
     def from_wire(self, layer: int, pool: Pool, page_ids: Tensor, planes: Planes) -> None:

@@ -35,7 +35,7 @@ class TlsConfig(Frozen):
 
 
 class InternalConfig(Frozen):
-    """Who may use the internal ports (control calls and KV). All processes of a cluster need the same."""
+    """Access to the internal ports (control calls and KV). All processes of a cluster need the same settings."""
 
     token_file: Path | None = None
     """A secret that every call must show."""
@@ -51,41 +51,41 @@ class TracesConfig(Frozen):
     """Address of a collector that takes OTLP over HTTP (http://collector:4318/v1/traces). Empty takes the environment's
     OTEL_EXPORTER_OTLP_ENDPOINT; with neither nothing is traced."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Sent with every batch, as a collector's key."""
+    """HTTP headers sent with every batch, such as a collector's key."""
     sample: float = Field(default=1.0, ge=0, le=1)
-    """The share of requests that is traced. Whose client has decided already (`traceparent`) is traced as it says."""
+    """The share of requests that is traced. Where the client has decided already (`traceparent`), that counts."""
 
 
 class RoleConfig(Frozen):
-    """What every role's configuration begins with."""
+    """The settings with which every role's configuration begins."""
 
     node_id: str = ""
     """A stable name of this process; empty takes role and address."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
-    """Lines for people, or a JSON object each, with the ids of the request and its trace."""
+    """Lines for people, or a JSON object a line, with the ids of the request and its trace."""
     traces: TracesConfig = TracesConfig()
     internal: InternalConfig = InternalConfig()
 
 
 class CodecConfig(Frozen):
-    """Which codec keeps the KV cache: a preset of `hackkv.codecs.CODECS`, and settings that override it."""
+    """The codec that keeps the KV cache: a preset of `hackkv.codecs.CODECS`, and settings that override it."""
 
     name: str = DEFAULT_CODEC
     settings: dict[str, int | float | str | bool] = Field(default_factory=dict)
     max_kl: float = Field(default=DEFAULT_MAX_KL, gt=0)
     """A node refuses to serve with a codec that costs its model more than this (`hackkv.nodes.CodecLoss.kl`)."""
     allow_loss: bool = False
-    """Serve with it all the same."""
+    """Serve all the same with a codec that costs more than `max_kl`."""
 
 
 class ModelConfig(Frozen):
-    """Which checkpoint a worker serves and how it computes."""
+    """The checkpoint that a worker serves, and how the worker computes."""
 
     path: str = ""
     """Folder of a Hugging Face checkpoint or a hub name; empty serves the model that ships with hackkv."""
     dtype: str = "bfloat16"
-    """What products are computed in: bfloat16 or float32."""
+    """The type in which products are computed: bfloat16 or float32."""
     weights: str = "auto"
     """How matrices rest: auto, fp32, bf16 (numbers), int8 or int4 (codes). int8 and int4 keep what a GGUF file has as
     Q8_0, Q4_0 or Q4_1 of no more bits, and pack every other matrix. auto keeps that too and packs nothing else; in
@@ -99,12 +99,12 @@ class ModelConfig(Frozen):
     batch. It costs the library's faster products of many rows; null means only in float32."""
     backend: str = "auto"
     device: str = "auto"
-    """Where the model and its KV live: cpu, cuda (a GPU), cuda:N or auto, which takes a GPU that can run the backend if
-    there is one. Of a machine with several GPUs, `hackkv serve` gives each node one."""
+    """The device of the model and its KV: cpu, cuda (a GPU), cuda:N or auto, which takes a GPU that can run the backend
+    if there is one. On a machine with several GPUs, `hackkv serve` gives each node one."""
 
 
 class ListenConfig(Frozen):
-    """Where a service listens. The address is explicit; nothing binds to all interfaces by default."""
+    """The address at which a service listens. It is explicit: nothing binds to all interfaces by default."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
@@ -157,7 +157,7 @@ def _settings(cls: type[BaseModel], section: Sequence[str]) -> Collection[str]:
 
 
 def _sections(hint: object) -> Iterator[type[BaseModel]]:
-    """The sections that a type is made of: of an optional one, of a list."""
+    """The sections within a type: the type itself, or those of an optional type or a list."""
     if isinstance(hint, type) and issubclass(hint, BaseModel):
         yield hint
     for part in get_args(hint):

@@ -6,6 +6,6 @@ from typing import Final
 
 DEFAULT_CODEC: Final = "rot-k3v2"
 EXACT_CODEC: Final = "fp16"
-"""Loses nothing; what others cost is told beside it."""
+"""The lossless codec, to which all others are compared."""
 DEFAULT_MAX_KL: Final = 0.15
 """In nats, mean over positions."""

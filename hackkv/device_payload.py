@@ -18,7 +18,7 @@ from hackkv.types import KvFrame
 from hackkv.wire_form import UNCODED
 
 SHORT: Final = 240
-"""XXH3 has other rules for so many bytes and fewer, which are for the host."""
+"""XXH3 has other rules for at most this many bytes. The host computes those checksums."""
 
 
 class DevicePayload:
@@ -31,7 +31,7 @@ class DevicePayload:
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """`buffer` is uint8 [bytes]. `xxh3_64` gives the checksums of tensors of more than `SHORT` bytes there.
-        `stream` makes a block whose work stands on the stream to which the buffer belongs."""
+        `stream` makes a context whose work stands on the stream to which the buffer belongs."""
         self._buffer, self._xxh3_64, self._stream = buffer, xxh3_64, stream
 
     def __len__(self) -> int:
@@ -42,8 +42,8 @@ class DevicePayload:
             return self._buffer.cpu().numpy().tobytes()
 
     def pieces(self, sizes: Sequence[int], seed: int) -> list[tuple[Tensor, int]]:
-        """The payload cut into pieces of these sizes, with the XXH3-64 of each: copies, so that each begins where
-        tensors begin. Done when it returns."""
+        """The payload cut into pieces of these sizes, with the XXH3-64 of each. Pieces are copies, so that each begins
+        where tensors begin. They are complete when the call returns."""
         with self._stream():
             copies = [piece.clone() for piece in self._buffer.split(list(sizes))]
             short = [copy for copy in copies if copy.numel() <= SHORT]

@@ -41,7 +41,7 @@ class Expected:
 
     @property
     def sealed(self) -> int:
-        """Sealed pages of the sequence, those that the receiver has included."""
+        """Sealed pages of the sequence, including those that the receiver has already."""
         return self.footprint.sealed(self.num_rows)
 
     @property

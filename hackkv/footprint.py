@@ -29,7 +29,7 @@ class Footprint:
     row_bytes: int
     """One row of K and V of all layers and KV heads in a slot: FP16."""
     window: Window
-    """Which rows lie in the slot."""
+    """The rows that lie in the slot."""
     seals_open_page: bool = False
     """Whether rows past the last full page rest as a sealed page too."""
     noted_bytes: int = 0
@@ -46,7 +46,7 @@ class Footprint:
         return self.pages(rows) if self.seals_open_page else rows // self.page_tokens
 
     def sent_pages(self, rows: int, held: HeldKv = NOTHING_HELD) -> range:
-        """The sealed pages that travel to a receiver that has `held`. It seals pages whose rows come exactly itself."""
+        """The sealed pages that travel to a receiver with `held`, which itself seals pages whose rows come exactly."""
         sealed = self.sealed(rows)
         coded = range(sealed) if self.seals_open_page else self.window.coded(sealed)
         return range(max(coded.start, held.pages), max(coded.stop, held.pages))
@@ -67,20 +67,20 @@ class Footprint:
 
     @property
     def slot_bytes(self) -> int:
-        """A slot of all layers and KV heads."""
+        """Bytes of a slot, over all layers and KV heads."""
         return self.window.pages * self.page_tokens * self.row_bytes
 
     @property
     def earlier_bytes(self) -> int:
-        """The most that a slot of all layers and KV heads holds beside the open page."""
+        """The most bytes that a slot of all layers and KV heads holds beside the open page."""
         return self.slot_bytes - self.page_tokens * self.row_bytes
 
     def resting_bytes(self, rows: int) -> int:
-        """Sealed pages and exact rows, at rest."""
+        """Bytes of sealed pages and exact rows, at rest."""
         return self.sealed(rows) * self.page_bytes + self.exact_rows(rows) * self.row_bytes
 
     def wire_bytes(self, rows: int, held: HeldKv = NOTHING_HELD) -> int:
-        """Payload of a handoff to a receiver that has `held`, before coding."""
+        """Payload bytes of a handoff to a receiver that has `held`, before coding."""
         pages = len(self.sent_pages(rows, held))
         return pages * self.wire_page_bytes + self.exact_rows(rows, held.exact) * self.row_bytes
 

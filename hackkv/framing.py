@@ -4,8 +4,8 @@ A receiver checks all of a frame before it uses any of it. It checks sizes again
 in the handshake before it allocates memory. `FrameLedger` keeps order and coverage of one handoff.
 
 Checksums cover the coded bytes of a plane and are seeded with the frame's header: damage is found before a decoder sees
-it, and a frame gets the checksums of a later epoch without being decoded. They do not cover the decoded bytes: that
-decoding gives back what was encoded is the wire form's own guarantee.
+it, and a frame gets the checksums of a later epoch without being decoded. They do not cover the decoded bytes: the wire
+form itself guarantees that decoding gives back what was encoded.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FrameWriter:
         return self._frame(layer, head_start, page_start, planes, rows)
 
     def end(self, first_token: int) -> HandoffEnd:
-        """Close the handoff."""
+        """The message that closes the handoff."""
         return handoff_end(self.transfer_id, self._epoch, self._seq, first_token)
 
     def _frame(self, layer: int, head_start: int, page_start: int, planes: dict[str, Tensor], rows: int) -> KvFrame:
@@ -102,7 +102,7 @@ class CheckedFrame:
     def open(self) -> dict[str, Tensor]:
         """Verify and decode the planes, [heads, pages, *plane shape]. Any thread may call. Raises `FrameRefused`.
 
-        They are where `device_payload.lies_on_device` says; coded ones are decoded in host memory.
+        Planes of a frame for which `device_payload.lies_on_device` holds stay there, all others are in host memory.
         """
         frame, tensors = self.frame, dict[str, Tensor]()
         for span, flat, plane in zip(frame.planes, self._flat(), self.planes, strict=True):
@@ -251,7 +251,7 @@ def reissued(frame: KvFrame, epoch: int, seq: int) -> KvFrame:
 
 
 def lacked_part(frame: KvFrame, expected: Expected) -> KvFrame | None:
-    """The part of `frame` that a receiver lacks; None if it lacks nothing. The frame was written for one that has less.
+    """The part of `frame`, written for a receiver that has less, that this one lacks; None if it lacks nothing.
 
     A frame that had to be cut is number 0 of its handoff: `reissued` brings it to its place. Raises `FrameRefused` as
     `CheckedFrame.open` does.
@@ -302,7 +302,7 @@ def _verified_pieces(frame: KvFrame) -> Iterator[tuple[PlaneSpan, memoryview]]:
 
 
 def _verified_on_device(frame: KvFrame) -> Iterator[Tensor]:
-    """As `_verified_pieces`, of a frame that lies on a device: copies of its planes there, uint8 [bytes]."""
+    """Copies of the verified planes of a frame on a device, uint8 [bytes] there. Raises `FrameRefused`."""
     payload = cast(DevicePayload, frame.payload)
     pieces = payload.pieces([span.coded_bytes for span in frame.planes], _seed(frame))
     for span, (piece, checksum) in zip(frame.planes, pieces, strict=True):

@@ -1,7 +1,7 @@
 """Guided decoding: which tokens a grammar allows next. llguidance compiles grammars and computes the masks.
 
-A grammar is a string in llguidance's own form: a Lark grammar, or JSON that holds Lark grammars and JSON schemas. Why
-llguidance is used stands in docs/structured-output.md.
+A grammar is a string in llguidance's own form: a Lark grammar, or JSON that holds Lark grammars and JSON schemas.
+docs/structured-output.md says why llguidance is used.
 
 A guide's state is a function of (grammar, tokens so far): any node can rebuild it. Compiling takes milliseconds to a
 second, so it runs on a thread of its own; the interpreter's lock is free meanwhile.
@@ -79,13 +79,13 @@ class Guides:
     """Compiles grammars for one checkpoint's vocabulary. Thread-safe; reads tokenizer.json when first needed."""
 
     def __init__(self, folder: Path, eos_ids: Sequence[int] = (), limits: LLParserLimits = LIMITS) -> None:
-        """`eos_ids` end a sequence; without any, the tokenizer's own."""
+        """`eos_ids` end a sequence; if there are none, the tokenizer's own end token does."""
         self._path, self._eos_ids, self._limits = folder / "tokenizer.json", tuple(eos_ids), limits
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = Lock()
 
     async def opened(self, grammar: str, emitted: Sequence[int] = ()) -> Guide | None:
-        """`open` beside the event loop; None without a grammar."""
+        """`open` in a thread, so that the event loop goes on; None without a grammar."""
         if not grammar:
             return None
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.open, grammar, tuple(emitted))

@@ -12,11 +12,11 @@ from time import process_time
 from typing import Final
 
 REST_S: Final = 1.0
-"""Seconds without work after which memory is given back that only work needs."""
+"""Seconds without work after which a process gives back the memory that only work needs."""
 LOOK_S: Final = 1.0
-"""Seconds between two looks at what this process does."""
+"""Seconds between two looks at the processor time of this process."""
 IDLE_S: Final = 0.05
-"""A process that took less processor time than that from look to look is idle."""
+"""A process that took less processor time than this from look to look is idle."""
 _ARENA_MAX: Final = -8
 """M_ARENA_MAX of glibc's malloc.h."""
 _AREA: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ *(.*)")
@@ -25,8 +25,8 @@ _AREA: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ *(.*)")
 def keep_one_heap() -> None:
     """Let all threads of this process allocate from one heap, before it has a second thread. Only glibc has several.
 
-    Asked to `trim`, glibc gives back no end of its other heaps: a thread that had allocated the tensors of a pass kept
-    up to 5 MiB. Threads here take turns at Python's lock, so one heap holds nobody up.
+    `trim` does not shrink the ends of glibc's other heaps: a thread that had allocated the tensors of a pass kept up to
+    5 MiB. Threads here take turns at Python's lock, so one heap holds nobody up.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -45,10 +45,11 @@ def trim() -> None:
 
 
 def unmap_code() -> None:
-    """Give up the pages of program files and libraries that this process has touched, for one that hardly runs again.
+    """Give up the touched pages of program files and libraries. For a process that hardly runs again.
 
-    A page that is needed again comes from the system's cache of files. What was written, such as addresses that the
-    loader fills in, stays. Linux only; elsewhere nothing happens. No other thread may change what memory is mapped.
+    A page that is needed again comes from the system's cache of files. Written pages stay, such as those with
+    addresses that the loader has filled in. Linux only; elsewhere nothing happens. No other thread may map or unmap
+    memory meanwhile.
     """
     maps = Path("/proc/self/smaps")
     if not maps.is_file():
@@ -75,7 +76,7 @@ def unwritten_files(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
 
 
 async def within(seconds: float, event: Awaitable[object]) -> bool:
-    """Wait for `event`; False if it has not come after so many seconds."""
+    """Wait for `event`; False if it has not come after so long."""
     try:
         async with asyncio.timeout(seconds):
             await event
@@ -93,13 +94,13 @@ class IdleTrim:
         self._seen, self._worked = used_s(), True
 
     async def run(self) -> None:
-        """Look now and then, until it is cancelled."""
+        """`look` every `LOOK_S` seconds, until it is cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             await self.look()
 
     async def look(self) -> None:
-        """Trim, in a thread, if nothing was done since the last look but something before it."""
+        """Trim, in a thread, if the process has been idle since the last look and worked before that."""
         used = self._used_s()
         idle, self._seen = used - self._seen < IDLE_S, used
         if idle and self._worked:

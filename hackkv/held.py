@@ -13,11 +13,11 @@ class HeldKv:
     pages: int = 0
     """The prompt's first pages, as they rest."""
     exact: int = 0
-    """A prompt may go on after so many of these pages: the rows that its queries then see exactly are here too."""
+    """The number of these pages after which a prompt may go on: the exact rows that its queries see are here too."""
 
     @property
     def words(self) -> str:
-        """For a person."""
+        """The counts, for a message."""
         return f"{self.pages} pages and the exact rows of {self.exact}"
 
 

@@ -3,8 +3,8 @@
 Pages go to the wire in wire order (`export`) and come from it (`install`), by layer and range of KV heads. They go to
 host memory and back in their resting order, so nothing is converted or rounded (`copy_out`, `copy_back`, `HostPages`).
 Schedulers decide who may touch which page. The methods here touch only the pages that they are given; any thread may
-call them for pages that nobody else uses. What leaves is there when its `Leaving` says so; what comes is written at the
-end of `lanes.arriving`. Whoever frees pages, or tells of them, waits for that.
+call them for pages that nobody else uses. Outgoing planes are complete when their `Leaving` says so. Incoming ones are
+written at the end of `lanes.arriving`. Whoever frees pages, or reports them, waits for that.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class HostKv:
     """The KV of one sequence in host memory, all of it by layer."""
 
     sealed: tuple[tuple[Planes, ...], ...]
-    """Its pages, some at a time, in their resting order [pages, Hkv, ...]."""
+    """The sequence's pages, in parts, in their resting order [pages, Hkv, ...]."""
     exact: tuple[Planes, ...]
-    """Its exact rows, as planes `OPEN_PLANES`."""
+    """The sequence's exact rows, as planes `OPEN_PLANES`."""
     pages: int
     rows: int
     """Rows that the sequence holds."""
@@ -59,7 +59,7 @@ class KvMemory:
         self.lanes = lanes_on(self.pools[0].device, 2 * max(page, rows))
 
     def export(self, layer: int, pages: Sequence[int]) -> Iterator[Leaving]:
-        """Sealed pages as planes that travel: name -> [Hkv, P, *plane shape], contiguous; in order, some at a time."""
+        """Sealed pages as planes that travel: name -> [Hkv, P, *plane shape], contiguous; in order, part by part."""
         pool = self.pools[layer]
         sizes = [plane.page_bytes * len(self._heads) for plane in self._codec.wire_planes[layer]]
         parts = self.lanes.pieces(len(pages), sizes)
@@ -77,8 +77,8 @@ class KvMemory:
     def install(
         self, layer: int, heads: range, pages: Sequence[int], planes: Planes, *, resident: bool = False
     ) -> None:
-        """Write what `export` of an equal codec gave at once, for some of the KV heads, bit-exact. `resident` planes
-        lie on the device already."""
+        """Write one part of what `export` of an equal codec gave, for some of the KV heads, bit-exact. `resident`
+        planes lie on the device already."""
         pool = self.pools[layer].heads(heads.start, len(heads))
 
         def write(ids: Tensor, here: Planes) -> None:
@@ -89,7 +89,7 @@ class KvMemory:
     def install_rows(
         self, layer: int, heads: range, slot: int, runs: Sequence[slice], planes: Planes, *, resident: bool = False
     ) -> None:
-        """Write what `export_rows` gave of these runs (`Footprint.runs`), for some of the KV heads."""
+        """Write the planes that `export_rows` gave for these runs (`Footprint.runs`), for some of the KV heads."""
         pool = self.pools[layer].heads(heads.start, len(heads))
 
         def write(_: Tensor, here: Planes) -> None:
@@ -99,8 +99,8 @@ class KvMemory:
         self.lanes.bring(_ids(()), planes, write, resident=resident)
 
     def seal_rows(self, layer: int, pages: Sequence[int], slot: int, rows: int, first: int) -> None:
-        """Seal those of the first `pages` of a sequence of `rows` rows, from number `first` on, whose rows came exactly
-        and which therefore did not come sealed: the bytes are those that any other node has."""
+        """Seal the pages from number `first` on whose rows came exactly and which therefore did not come sealed.
+        `pages` are those of a sequence of `rows` rows. The bytes are those that any other node has."""
         numbers = self.footprint.exact_pages(rows, first)
         if not numbers:
             return
@@ -128,8 +128,8 @@ class KvMemory:
             self.install(frame.layer, heads, due, planes, resident=resident)
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
-        """Copy the exact rows of a sequence that holds `rows` rows from one slot to another; for the thread that
-        computes. Nothing else of the slot is written, so it takes no memory for what no row needs."""
+        """Copy the exact rows of a sequence that holds `rows` rows from one slot to another. Only the computing thread
+        may call this. Nothing else of the slot is written, so rows that are not needed take no memory."""
         runs = self.footprint.runs(rows)
 
         def copy() -> None:
@@ -142,8 +142,8 @@ class KvMemory:
         self.lanes.written()
 
     def forget_slots(self, slots: Iterable[int]) -> None:
-        """Give the memory of slots back to the system that no sequence holds and no copy reads. What they held is lost.
-        Not while anything computes or copies in these slots."""
+        """Give the memory of slots back to the system; their contents are lost. No sequence may hold these slots, and
+        nothing may compute or copy in them."""
         for _, run in groupby(enumerate(sorted(slots)), lambda numbered: numbered[1] - numbered[0]):
             numbers = [slot for _, slot in run]
             for pool in self.pools:
@@ -151,18 +151,18 @@ class KvMemory:
                     forget(exact, range(numbers[0], numbers[-1] + 1))
 
     def rest(self, layer: int, pages: Tensor) -> Iterator[Leaving]:
-        """Sealed pages, [P] int64, as they rest: name -> [P, Hkv, ...]; in order, some at a time."""
+        """Sealed pages, [P] int64, as they rest: name -> [P, Hkv, ...]; in order, part by part."""
         planes = self.pools[layer].planes
         return self._fetched(
             pages, self.at_once(layer, len(pages)), lambda ids: {n: p.index_select(0, ids) for n, p in planes.items()}
         )
 
     def at_once(self, layer: int, pages: int) -> Iterator[range]:
-        """The parts in which so many pages come to rest in host memory, and from there."""
+        """The parts in which so many pages go to host memory, or come back from there."""
         return self.lanes.pieces(pages, [plane[:1].nbytes for plane in self.pools[layer].planes.values()])
 
     def put_back(self, layer: int, pages: Tensor, resting: Planes) -> None:
-        """Write what `rest` gave at once to pages, [P] int64."""
+        """Write one part of what `rest` gave to `pages`, [P] int64."""
 
         def write(ids: Tensor, here: Planes) -> None:
             for name, plane in here.items():
@@ -190,8 +190,8 @@ class KvMemory:
                 self.install_rows(layer, self._heads, slot, self.footprint.runs(kv.rows), exact)
 
     def resume(self, kv: HostKv, slot: int, rows: int) -> None:
-        """Write to a slot what a sequence that will come to `rows` rows still sees of the exact rows in `kv`, which are
-        those of its first full pages."""
+        """Write to a slot the exact rows in `kv` that a sequence still sees when it comes to `rows` rows. They
+        are those of the sequence's first full pages."""
         page_tokens, window = self.footprint.page_tokens, self.footprint.window
         seen = set(self.footprint.exact_pages(rows))
         with self.lanes.arriving():

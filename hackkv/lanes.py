@@ -1,4 +1,4 @@
-"""Ways of KV between a device and host memory, beside what the device computes.
+"""The ways of KV between a device and host memory, while the device computes.
 
 A device works off *lanes*, each in its own order: `compute` runs the model, `outflow` brings pages to host memory,
 `inflow` brings them back. A *mark* is a place in a lane; another lane or the host waits for it. Both ways go through
@@ -8,8 +8,8 @@ On the processor host memory is the device's own: lanes do what they are given a
 
 Rules that every copy keeps:
 
-    A copy begins when all is done that compute had been given at the last `written`. It waits for nothing later.
-    The host tells nobody of a copy before its mark is done: neither that pages are filled nor that they are free.
+    A copy begins when everything that compute had been given at the last `written` is done. It waits for nothing later.
+    Before a copy's mark is done, the host reports its pages neither as filled nor as free.
     A slot has one owner; the ring gives it to the next one when the last copy that touches it is done.
 """
 
@@ -29,12 +29,12 @@ from hackkv.errors import HackkvError
 from hackkv.streams import DONE, InlineLane, Lane, Mark, StreamLane
 
 ALIGNED: Final = 256
-"""Tensors in a slot begin at multiples of so many bytes, as memory that CUDA gives does: kernels are compiled for
+"""Tensors in a slot begin at multiples of this many bytes, as memory that CUDA gives does: kernels are compiled for
 that."""
 SLOT_BYTES: Final = 4 << 20
 SLOTS: Final = 16
 SLOT_S: Final = 60.0
-"""A slot that its owner keeps longer is not coming back."""
+"""Seconds to wait for a slot. An owner that keeps one longer will not give it back."""
 
 
 class Slot:
@@ -46,7 +46,7 @@ class Slot:
         self._end = 0
 
     def put(self, planes: Planes) -> Planes:
-        """Copies in the next bytes, which a device may have to write yet. Raises `ValueError` if they do not fit."""
+        """Copies in the next bytes, which a device may still have to write. Raises `ValueError` if they do not fit."""
         views = Planes()
         for name, plane in planes.items():
             stop = self._end + plane.nbytes
@@ -58,14 +58,14 @@ class Slot:
         return views
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Empty the slot."""
         self._end = 0
 
 
 class HostRing:
     """A fixed number of slots. Any thread may take one.
 
-    A thread that owns slots takes another only if `free` says that there is one: so nobody waits for himself.
+    A thread that owns slots takes another only if `free` says that there is one: so no thread waits for itself.
     """
 
     def __init__(self, slots: int, slot_bytes: int, *, pinned: bool) -> None:
@@ -107,7 +107,7 @@ class Leaving:
     def __init__(
         self, first: int, give_back: Callable[[Mark], None] | None = None, planes: Planes | None = None
     ) -> None:
-        """`give_back` frees the slot in which the planes will be, if they will be in one."""
+        """`give_back` frees the slot in which the planes arrive; None if they arrive in none."""
         self.first = first
         """The number of the first page in here, counted among those that were asked for."""
         self.mark: Mark = DONE
@@ -115,7 +115,7 @@ class Leaving:
         self._give_back = give_back
 
     def __enter__(self) -> Planes:
-        """The planes, when they are there. What is in a slot ends with the `with` block."""
+        """The planes, once they have arrived. Those in a slot are valid until the `with` block ends."""
         self.mark.wait()
         assert self.planes is not None, "a mark is done behind the work before it"
         return self.planes
@@ -125,16 +125,17 @@ class Leaving:
             self._give_back(self.mark)
 
     def own(self) -> Planes:
-        """The planes, when they are there, in memory of their own."""
+        """The planes, once they have arrived, in memory of their own."""
         with self as planes:
             return planes if self._give_back is None else {name: plane.clone() for name, plane in planes.items()}
 
 
 class Departures:
-    """Planes that one thread sends off one after another, each with what is to be done when it is there: in their
-    order, and no sooner than slots run short, so that the thread goes on meanwhile.
+    """Planes that one thread sends off one after another, each with a call to make when it has arrived. Calls keep the
+    order. The thread waits for an arrival only when slots run short.
 
-    A block that ends waits for all of them. If it fails, what is not done stays undone, since pages may change then.
+    The end of the `with` block waits for all of them. If the block fails, the calls that are left are not made, since
+    pages may change then.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -198,7 +199,7 @@ class Lanes:
         return self.ring is None or self.ring.free > 0
 
     def written(self) -> None:
-        """Copies may read and replace what compute was given until now; the thread that computes says so."""
+        """Let copies read and replace what compute was given until now. The computing thread calls this."""
         self._written = self.compute.mark()
 
     @contextmanager
@@ -215,7 +216,7 @@ class Lanes:
         return (range(at, min(at + most, count)) for at in range(0, count, most or 1))
 
     def fetch(self, ids: Tensor, read: Callable[[Tensor], Planes], first: int = 0) -> Leaving:
-        """Bring new tensors to host memory that `read` makes of `ids` [P] int64, which lie on the device then."""
+        """Bring the new tensors that `read` makes of `ids` [P] int64, which lie on the device then, to host memory."""
         if self.ring is None:
             return Leaving(first, planes=read(ids))
         ring, slot = self.ring, self.ring.take()

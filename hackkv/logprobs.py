@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt, in columns: of a long one they are millions of numbers. No torch here."""
+"""Log-probabilities of a prompt, in columns: a long prompt has millions of numbers. No torch here."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class PromptLogprobs:
     own: array[float] = field(default_factory=_float64)
     """[n] float64: of the token itself."""
     top_ids: array[int] = field(default_factory=_uint32)
-    """[n * width] uint32: the most probable ones of each."""
+    """[n * width] uint32: the most probable tokens in the place of each."""
     top: array[float] = field(default_factory=_float64)
-    """[n * width] float64: of those."""
+    """[n * width] float64: of `top_ids`."""
 
     def __len__(self) -> int:
         return len(self.own)
@@ -39,7 +39,7 @@ class PromptLogprobs:
         return len(self.top_ids) // len(self.own) if self.own else 0
 
     def extend(self, scores: Iterable[Scores]) -> None:
-        """Add tokens, all with as many alternatives."""
+        """Add tokens, all with equally many alternatives."""
         for own, best in scores:
             self.own.append(own)
             self.top_ids.extend(token_id for token_id, _ in best)
@@ -51,7 +51,7 @@ class PromptLogprobs:
         del self.own[count:], self.top_ids[alternatives:], self.top[alternatives:]
 
     def __iter__(self) -> Iterator[Scores]:
-        """Token by token."""
+        """The scores of one token after another."""
         width = self.width
         for nth, own in enumerate(self.own):
             at = slice(nth * width, (nth + 1) * width)

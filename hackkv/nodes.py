@@ -77,7 +77,7 @@ class NodeInfo:
     waiting: int
     stats: tuple[tuple[str, float], ...] = ()
     draining: bool = False
-    """The node finishes what it has and takes nothing new."""
+    """Whether the node finishes what it has and takes nothing new."""
     kernels: str = ""
     """Backend and instruction set of its kernels, for display."""
     wires: tuple[WireAddress, ...] = ()

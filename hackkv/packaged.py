@@ -9,7 +9,7 @@ from typing import Final
 SHIPPED: Final = Path(__file__).resolve().parent / "shipped"
 SHIPPED_NAME: Final = "hackkv-small"
 CALIBRATIONS: Final = Path(__file__).resolve().parent / "calibrations"
-"""Calibration files that ship with hackkv, each named by the model that it is of (`source_hash`)."""
+"""Calibration files that ship with hackkv, each named by the `source_hash` of its model."""
 
 SMOLLM2: Final = "smollm2"
 """The name by which a person asks for SmolLM2-135M-Instruct."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 STRIDE: Final = 32
-"""Lists begin, and rows of tables follow each other, at multiples of as many numbers: 256 bytes, as memory that CUDA
+"""Lists begin, and rows of tables follow each other, at multiples of this many numbers: 256 bytes, as memory that CUDA
 gives. So pointers and strides of every batch are divisible alike, and a kernel is compiled once for all of them."""
 
 Numbers = Sequence[int] | npt.NDArray[np.int64]
@@ -27,8 +27,8 @@ def on_device(lists: Sequence[Numbers], device: torch.device) -> list[Tensor]:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor in host memory on `device`. A GPU copies it when its turn has come, and the host goes on; from memory
-    that is not pinned it would wait."""
+    """A tensor in host memory on `device`. A GPU copies it in its turn, and the host goes on. From memory that is not
+    pinned the host would wait."""
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
@@ -48,8 +48,8 @@ def packed(lists: Sequence[Numbers]) -> tuple[npt.NDArray[np.int64], list[slice]
 def table_of(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
     """Lists of different lengths as rows of a table, zeros past their ends; flat, a whole number of `STRIDE`s a row.
 
-    A row has at least one `STRIDE`, even if all lists are empty. Rows without one would follow each other at 1, and a
-    kernel would be compiled for that.
+    A row has at least one `STRIDE`, even if all lists are empty. Rows without one would have stride 1, and a kernel
+    would be compiled for that.
     """
     table = np.zeros((len(rows), max(1, -(-max(map(len, rows)) // STRIDE)) * STRIDE), dtype=np.int64)
     for row, each in zip(table, rows, strict=True):

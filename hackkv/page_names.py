@@ -18,7 +18,7 @@ from hackkv.types import WIRE_FORM, Fingerprint
 
 DIGEST_BYTES: Final = 16
 MARK_BYTES: Final = 8
-"""A page's *mark* is as much of its digest: nodes tell the router by marks what they hold."""
+"""A page's *mark* is this many bytes of its digest. Nodes report by marks to the router what they hold."""
 MOST_MARKS: Final = 4096
 """Marks in one report of a node."""
 
@@ -35,7 +35,7 @@ class PageName:
 
 
 class Naming:
-    """Names the pages of one model and codec. How KV is coded on the wire does not matter: pages rest without it."""
+    """Names the pages of one model and codec. How KV is coded on the wire does not matter: pages rest uncoded."""
 
     def __init__(self, page_tokens: int, fingerprint: Fingerprint) -> None:
         self.page_tokens = page_tokens
@@ -47,7 +47,7 @@ class Naming:
         return tuple(PageName(digest, tokens, salt) for digest, tokens in self._pages(ids, salt, before))
 
     def marks(self, ids: Sequence[int], salt: str) -> list[bytes]:
-        """The marks of these pages."""
+        """The marks of all full pages of `ids`, in order."""
         return [digest[:MARK_BYTES] for digest, _ in self._pages(ids, salt)]
 
     def _pages(self, ids: Sequence[int], salt: str, before: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:

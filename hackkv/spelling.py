@@ -1,4 +1,4 @@
-"""Guesses of the name that was meant by one that does not exist."""
+"""Guesses which name was meant by one that does not exist."""
 
 from __future__ import annotations
 

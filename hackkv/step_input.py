@@ -86,7 +86,7 @@ class StepInput:
         return self._lists[POSITIONS]
 
     def batch(self, size: int, faulty: Tensor) -> Batch:
-        """A step of `size` rows wherever the device reads it; the host knows none of its sequences. `faulty` [size]."""
+        """A step of `size` rows as the device reads it; the host knows none of its sequences. `faulty` [size]."""
         starts, slots = self._lists[STARTS, :size], self._lists[SLOTS, :size]
         where = Spans(starts, self._counts[:size], self._offsets[:size], self._table[:size], slots)
         return Batch((), self._page_tokens, where, is_decode=True, faulty=faulty)
@@ -102,8 +102,8 @@ class StepInput:
     def put(
         self, spans: Sequence[Span], ids: Sequence[int], size: int, filled: Sequence[Span], fills: int, lane: Lane
     ) -> None:
-        """Bring a step to the device in one copy on the stream that computes, which is `lane`. It has `size` rows;
-        `ids` are the tokens of `spans`. It seals the pages that `filled` fill, and has `fills` of them."""
+        """Bring a step to the device in one copy on `lane`, the stream that computes. The step has `size` rows; `ids`
+        are the tokens of `spans`. It seals `fills` pages: those that `filled` fill, and padding."""
         here = self._mirrors[0]
         self._mirrors.rotate(-1)
         here.copied.wait()
@@ -126,7 +126,7 @@ class StepInput:
         here.copied = lane.mark()
 
     def _changed(self, spans: Sequence[Span]) -> int:
-        """The number of rows of the table that have to be copied, so that all are right."""
+        """The number of rows of the table, from the first on, that have to be copied so that all are right."""
         changed = 0
         for row, span in enumerate(spans):
             if self._rows[row] is not span.pages:

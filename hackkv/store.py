@@ -35,7 +35,7 @@ PASSING_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Passing(Generic[Found]):
-    """A measurement that other work disturbed: it is asked for again after `PASSING_S`."""
+    """A measurement that other work disturbed: it is repeated after `PASSING_S`."""
 
     found: Found
 
@@ -49,7 +49,7 @@ class Store(Generic[Found]):
 
     @property
     def root(self) -> Path:
-        """The folder of this user."""
+        """This user's folder of measurements."""
         return user_cache_path("hackkv") / self._folder
 
     def remembered(self, key: Key, measure: Callable[[], Found | Passing[Found]]) -> Found:
@@ -80,7 +80,7 @@ class Store(Generic[Found]):
         log.warning("%s is measured at every start: %s: %s", self._what, path, error.strerror or error)
 
     def _read(self, path: Path, key: Key) -> Found:
-        """Raises `_Unknown`."""
+        """The measurement for `key` in the file. Raises `_Unknown` if the file holds none that still counts."""
         try:
             content = json.loads(path.read_bytes())
             if not isinstance(content, dict) or content.get("key") != json.loads(_text(key)):
@@ -92,7 +92,7 @@ class Store(Generic[Found]):
             raise _Unknown from error
 
     def _write(self, path: Path, key: Key, found: Found | Passing[Found]) -> None:
-        """All or nothing; the caller holds the lock. NaN and infinity are written as Python's `json` reads them."""
+        """Write all or nothing; the caller holds the lock. NaN and infinity are in the form of Python's `json`."""
         part = path.with_name(f"{path.name}.part")
         with part.open("w", encoding="utf-8") as file:
             content = {"key": key, "found": self._kind.dump_python(_plain(found))}
@@ -105,7 +105,7 @@ class Store(Generic[Found]):
 
 
 class _Unknown(Exception):
-    """No file tells."""
+    """No file holds the measurement."""
 
 
 def _plain(found: Found | Passing[Found]) -> Found:

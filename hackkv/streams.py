@@ -1,4 +1,4 @@
-"""A lane of a device, which works off what it is given in order, and marks in it: on the processor and on a GPU."""
+"""Lanes of a device, each of which does its work in order, and marks in them: on the processor and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Mark(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the lane has come to it."""
+        """Whether the lane has reached the mark."""
         ...
 
     def wait(self) -> None:
@@ -38,7 +38,7 @@ class Lane(Protocol):
 
 
 class Done:
-    """Implements `Mark` for what is over."""
+    """Implements `Mark` for work that is done."""
 
     done = True
 
@@ -53,15 +53,15 @@ class InlineLane:
     """Implements `Lane` on the processor: work is done when `run` returns."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do it."""
+        """Call `work` now."""
         work()
 
     def mark(self) -> Mark:
-        """Done."""
+        """`DONE`: nothing is left to do."""
         return DONE
 
     def wait(self, mark: Mark) -> None:
-        """Everybody has waited already."""
+        """Nothing to do: every mark of this lane is done."""
 
 
 class EventMark:
@@ -76,7 +76,7 @@ class EventMark:
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Other threads go on."""
+        """Hold the calling thread; other threads go on."""
         self._event.synchronize()
 
 
@@ -100,6 +100,6 @@ class StreamLane:
         return EventMark(event)
 
     def wait(self, mark: Mark) -> None:
-        """For the event of a mark that a `StreamLane` has made; any other mark is over."""
+        """Wait for the event of a mark that a `StreamLane` has made; any other mark is done."""
         if isinstance(mark, EventMark):
             self._stream.wait_event(mark._event)

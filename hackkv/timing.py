@@ -30,17 +30,17 @@ class SubStage(StrEnum):
     """Parts of stages that are reported beside them and never added to the total."""
 
     FETCH = "fetch"
-    """Of `prefill_queue`: waiting for pages that come from a decode node."""
+    """Part of `prefill_queue`: waiting for pages that come from a decode node."""
     QUANTIZE = "quantize"
-    """Of `prefill`."""
+    """Part of `prefill`."""
     WIRE_ENCODE = "wire_encode"
-    """Of `prefill`."""
+    """Part of `prefill`."""
     WIRE_DECODE = "wire_decode"
-    """Of no single stage: frames land while the prompt is computed, while they wait and in the transfer."""
+    """Part of no single stage: frames land while the prompt is computed, while they wait and in the transfer."""
     ATTEND = "attend"
-    """Of `decode`."""
+    """Part of `decode`."""
     APPROXIMATION = "approximation"
-    """Of `attend`."""
+    """Part of `attend`."""
 
 
 class StageClock:

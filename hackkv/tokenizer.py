@@ -178,7 +178,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def _decode_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token as `ByteLevel` decodes it: its characters are bytes, unless one stands for none."""
+        """The bytes of a token as `ByteLevel` decodes it: its characters are bytes, unless one stands for no byte."""
         piece = str(self._core.id_to_token(token_id) or "")
         if all(char in BYTE_OF_CHAR for char in piece):
             return bytes(BYTE_OF_CHAR[char] for char in piece)
@@ -299,7 +299,7 @@ class StopMatcher:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, and is not all of."""
+    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -87,7 +87,7 @@ def _fields(token: Any) -> dict[str, Any]:
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The default template: of chat_template.jinja, else of tokenizer_config.json, where it may be one of a list."""
+    """The default template, from chat_template.jinja, else from tokenizer_config.json, where it may be in a list."""
     path = folder / "chat_template.jinja"
     try:
         if path.is_file():

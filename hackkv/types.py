@@ -258,7 +258,7 @@ class Prefilled:
     quantize_s: float
     computed_tokens: int
     prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
-    """Only on demand."""
+    """Empty unless the request asks for them."""
     wire_encode_s: float = 0.0
     """Turning sealed pages into frames: coding, checksums."""
     fetched_tokens: int = 0

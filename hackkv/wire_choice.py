@@ -16,13 +16,13 @@ from hackkv.wire_form import Bytes, WireForm
 AUTO: Final = "auto"
 """The setting `wire_form` of a sender that chooses."""
 CODER: Final = "zstd"
-"""The form that it codes in, where coding pays."""
+"""The form in which such a sender codes, where coding pays."""
 FIRST_BYTES: Final = 64 << 10
 """Bytes at rest that are coded to measure the coder, once the link is measured; about as many are remembered."""
 PROBE_EVERY: Final = 16
-"""While planes travel uncoded, one in so many is coded all the same. So the coder's numbers do not grow old ..."""
+"""While planes travel uncoded, one in so many is coded all the same, so that the coder's costs stay current."""
 PLAUSIBLE: Final = 8.0
-"""... But none is, if coding would not pay even at so many times its speed."""
+"""No plane is coded for that reason if coding would not pay even at so many times its speed."""
 MEMORY: Final = 0.5
 """The weight that earlier measurements of a rate keep when another one comes."""
 
@@ -45,14 +45,14 @@ class Rate:
 
     @property
     def seconds_per_unit(self) -> float:
-        """0 where nothing was measured."""
+        """Mean seconds for a unit; 0 where nothing was measured."""
         return self._seconds / self._amount if self._amount else 0.0
 
 
 class CodingCosts:
     """Costs and savings of coding, per byte at rest, whatever the link. One thread encodes.
 
-    Its own processor time counts: what else runs on the machine says nothing about the coder.
+    The thread's own processor time counts: what else runs on the machine says nothing about the coder.
     """
 
     def __init__(self, form: WireForm, now: Callable[[], float] = thread_time) -> None:
@@ -62,7 +62,7 @@ class CodingCosts:
         self._seen = 0
 
     def encode(self, plane: Bytes, itemsize: int) -> bytes | None:
-        """As `WireForm.encode`; measured."""
+        """`WireForm.encode`, measured."""
         if self._seen == 0:
             self.form.encode(plane[:itemsize], itemsize)  # what a thread's first call sets up is no cost of a plane
         began = self._now()
@@ -77,7 +77,7 @@ class CodingCosts:
     def pays(self, link: Rate, speedup: float = 1.0) -> bool:
         """Whether coding takes less time than it saves on `link`; True as long as the coder is not measured.
 
-        With `speedup`, whether a coder would that is so many times faster.
+        With `speedup`, whether a coder that is so many times faster would.
         """
         if not link.known:
             return False

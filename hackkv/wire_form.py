@@ -63,7 +63,7 @@ class RawForm:
         return None
 
     def decode(self, coded: memoryview, plane: Bytes, itemsize: int) -> None:
-        """Copy."""
+        """Copy the bytes."""
         if len(coded) != plane.size:
             raise ValueError(f"{len(coded)} bytes for {plane.size}")
         plane[:] = np.frombuffer(coded, dtype=np.uint8)
@@ -73,7 +73,7 @@ RAW: Final = RawForm()
 
 
 def create() -> WireForm:
-    """`raw`, for the table."""
+    """The form `raw`, for `WIRE_FORMS`."""
     return RAW
 
 

@@ -79,5 +79,5 @@ def _content(frame: memoryview, size: int) -> Bytes:
 
 
 def create() -> WireForm:
-    """For the table."""
+    """The form `zstd`, for `WIRE_FORMS`."""
     return ZstdForm()

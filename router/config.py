@@ -13,7 +13,7 @@ from hackkv.errors import ConfigError
 from hackkv.types import Role
 
 LEASE_TTL_S: Final = 3.0
-"""How long a node stays in the fleet without a report."""
+"""Seconds that a node stays in the fleet without a report."""
 
 
 MAX_WORKERS: Final = 64
@@ -39,7 +39,7 @@ class DeadlinesConfig(Frozen):
     head_s: float = Field(default=10.0, gt=0)
     """From a connection's first moment, or a request's first byte, to the end of the request's headers."""
     write_s: float = Field(default=60.0, gt=0)
-    """How long a client may take nothing of an answer that is ready for it."""
+    """How long a client may leave an answer that is ready for it untouched."""
     tokenize_s: float = Field(default=60.0, gt=0)
     """Parsing and tokenizing a body, with the wait for a process if it is large."""
     grammar_s: float = Field(default=5.0, gt=0)
@@ -59,13 +59,13 @@ class DeadlinesConfig(Frozen):
     token_s: float = Field(default=60.0, gt=0)
     """Between two tokens, and from the last token to the end of the nodes' accounts."""
     swapped_s: float = Field(default=300.0, gt=0)
-    """In the decode node's host memory."""
+    """Waiting in the decode node's host memory."""
     total_s: float = Field(default=1800.0, gt=0)
     """The whole request."""
 
 
 class LimitsConfig(Frozen):
-    """What one client, and all of them together, may ask for."""
+    """Limits on what one client, and all clients together, may ask for."""
 
     max_body_bytes: int = Field(default=16 << 20, gt=0)
     max_buffered_bytes: int = Field(default=256 << 20, gt=0)
@@ -73,7 +73,7 @@ class LimitsConfig(Frozen):
     parsers: int = Field(default=2, gt=0)
     """Large bodies that are parsed side by side, each in a process. One place is kept for bodies below 256 KiB."""
     max_parsing: int = Field(default=256, gt=0)
-    """Large bodies that wait for a process, half of them of one client; one more is a 429."""
+    """Large bodies that wait for a process, at most half of them from one client; one more is a 429."""
     max_connections: int = Field(default=8192, gt=0)
     """HTTP connections; one more is closed at once."""
     max_connections_per_address: int = Field(default=256, gt=0)
@@ -92,16 +92,16 @@ class LimitsConfig(Frozen):
     ageing_s: float = Field(default=5.0, ge=0)
     """How long later requests may pass a request that finds no room."""
     max_passed: int = Field(default=16, ge=0)
-    """How many requests may pass it."""
+    """How many requests may pass a request that finds no room."""
     max_failovers: int = Field(default=3, ge=0)
     """Lost nodes, failed transfers and missed deadlines that one request survives. Nodes that drain do not count."""
 
     def shared_by(self, processes: int) -> LimitsConfig:
-        """The limits of one of so many processes, such that all of them together allow as much as these limits say.
+        """The limits of one of `processes` processes, such that all of them together allow as much as these limits.
 
-        What holds for one request, or for one address, stays as it is. One process takes a request of `max_sequences`
-        if all of them together do. It reads two large bodies at least, so that a small one need not wait until a large
-        one is read.
+        Limits of one request, or of one address, stay as they are. One process takes a request of `max_sequences` if
+        all of them together do. If these limits allow two large bodies at once, it reads at least two, so that a
+        small one need not wait until a large one is read.
         """
         shared = ("max_buffered_bytes", "max_parsing", "max_connections", "max_inflight", "max_waiting")
         shares = {name: -(-getattr(self, name) // processes) for name in shared}
@@ -114,7 +114,7 @@ class ChatConfig(Frozen):
     """How the model's answers are read; by default as its chat template says."""
 
     tool_style: Literal["auto", "hermes", "llama3", "mistral", "pythonic", "none"] = "auto"
-    """How it writes calls of tools; none refuses tools."""
+    """How the model writes calls of tools; none refuses tools."""
     reasoning: Literal["auto", "think", "none"] = "auto"
     """Whether answers may begin with thoughts in <think>."""
 
@@ -131,7 +131,7 @@ class RouterConfig(RoleConfig):
     model: Path
     """Checkpoint folder; the router reads only its tokenizer, chat template and config.json."""
     served_model_name: str = ""
-    """What clients call the model; empty takes the folder's name."""
+    """The name by which clients call the model; empty takes the folder's name."""
     api_keys: tuple[str, ...] = ()
     api_key_file: Path | None = None
     """One key a line. With no key at all the API is open."""
@@ -141,9 +141,9 @@ class RouterConfig(RoleConfig):
     """Networks of reverse proxies: their connections are not counted by address, and their `X-Forwarded-For` is
     believed."""
     cors_origins: tuple[str, ...] = ()
-    """Pages that browsers may let call this API though it is another host's ("https://app.example"; "*" is any)."""
+    """Pages of other hosts that browsers may let call this API ("https://app.example"; "*" is any)."""
     trace_link: str = Field(default="", pattern=TRACE_LINK)
-    """Where the page finds traces, as "http://jaeger:16686/trace/{trace_id}"; empty shows ids without links."""
+    """The address of a trace for the page, as "http://jaeger:16686/trace/{trace_id}"; empty shows ids without links."""
     nodes: NodesConfig = NodesConfig()
     prefix_dispatch: bool = True
     """Whether prompts prefer nodes that hold their beginning. Else only load decides."""

@@ -90,7 +90,7 @@ class Front:
         trim()
 
     async def serve(self, http: socket.socket, stop: asyncio.Event) -> None:
-        """Serve until `stop`, and then what is in flight. In between, probes and new requests hear that it stops."""
+        """Serve until `stop`, then finish what is in flight. Probes and new requests hear meanwhile that it stops."""
         limits, waits = self._config.limits, Waits(self._config.deadlines.head_s, self._config.deadlines.write_s)
         census = Census(limits.max_connections, limits.max_connections_per_address, self._config.proxies)
         connections = partial(BoundedHttp, census, waits, self._served.metrics.refused)
@@ -117,7 +117,7 @@ class Front:
 def make_server(
     app: ASGIApp, connections: Callable[..., asyncio.Protocol], proxies: tuple[Network, ...]
 ) -> uvicorn.Server:
-    """A server of HTTP whose connections `connections` makes. Only `proxies` may say for whom they speak."""
+    """An HTTP server whose connections `connections` makes. Only `proxies` may say for which client they speak."""
     config = uvicorn.Config(
         app,
         http=connections,  # type: ignore[arg-type]  # uvicorn calls it; it need not be a class
@@ -141,7 +141,7 @@ def _mapped(network: Network) -> str:
 
 
 def allow_many_sockets() -> None:
-    """As many open files as the system grants: each connection is one, and the usual limit is 1024."""
+    """Allow as many open files as the system grants: each connection is one, and the usual limit is 1024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS grants less than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -14,7 +14,7 @@ LENGTH: Final = struct.Struct("<II")
 
 
 def pack(head: dict[str, Any], data: bytes | bytearray = b"") -> bytes:
-    """A message, but for `data`, which follows it."""
+    """A message without its `data`, which the caller sends after it."""
     text = json.dumps(head).encode()
     return LENGTH.pack(len(text), len(data)) + text
 

@@ -77,7 +77,7 @@ class Alarm:
         self._heeding[key] = stop
 
     def ignore(self, key: object) -> None:
-        """Nobody is to be told under this key any more."""
+        """Forget what `heed` was given with this key."""
         self._heeding.pop(key, None)
 
 

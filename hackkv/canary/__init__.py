@@ -1,6 +1,6 @@
 """The canary: what a lossy codec costs a model, measured before the model serves. Nobody serves gibberish unasked.
 
-`check_codec` is what a process calls before it serves. `Meter` measures codecs on any text.
+A process calls `check_codec` before it serves. `Meter` measures codecs on any text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The question before a process serves: does this codec leave this model its answers?"""
+"""The check before a process serves: whether its codec spoils its model's answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_codec(model: ModelConfig, codec: CodecConfig, say: Callable[[str], Non
     if model.threads:
         torch.set_num_threads(model.threads)
     folder = model_folder(model)
-    # Nothing else looks for the files again: the checksum of a GGUF file takes longer than the answer from the cache.
+    # The folder is looked up once: the checksum of a GGUF file takes longer than a loss from the cache.
     meter = Meter(model.model_copy(update={"path": str(folder.path)}), canary_ids)
     planned = meter.plan(codec)
     if planned.codec.lossless:
@@ -67,7 +67,7 @@ def canary_ids(planned: Unloaded) -> Sequence[int]:
 
 
 def in_words(loss: CodecLoss) -> str:
-    """The three numbers."""
+    """The three numbers of a loss, as text."""
     return (
         f"KL {loss.kl:.3g} from exact KV, {100 * loss.top1:.1f}% of first choices kept, "
         f"perplexity times {loss.perplexity_ratio:.4g} ({loss.tokens} tokens)"
@@ -83,9 +83,9 @@ def _measured(meter: Meter, say: Callable[[str], None], planned: Unloaded) -> Co
 
 
 def loss_key(planned: Unloaded, text: str, tokens: int) -> Key:
-    """All that a loss depends on that is measured on at most `tokens` tokens of `text`.
+    """Everything that determines a loss on at most `tokens` tokens of `text`.
 
-    The kernels are in it: they are what serves, and what a fault would be in.
+    The kernels are part of it: they serve, and a fault may be in them.
     """
     return (
         ("canary", VERSION),

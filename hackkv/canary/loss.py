@@ -2,7 +2,7 @@
 
 The codec's side runs as nodes run it: most of the text is prefilled in chunks, the rest decoded token by token on the
 pages that prefill left. So both kinds of kernels are measured. If a codec evicts rows in between, half of the text is
-decoded, and only that counts, since prefill has all rows.
+decoded, and only that half counts, since prefill has all rows.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hackkv.nodes import CodecLoss
 
 CHUNK_TOKENS: Final = 256
 DECODED_TOKENS: Final = 32
-"""Tokens at the end of the text that are decoded, unless rows go before them."""
+"""Tokens at the end of the text that are decoded, unless the codec evicts rows (`_prompt_tokens`)."""
 LOGIT_ROWS: Final = 64
 """Rows whose logits are held at once: a vocabulary has some 100,000 of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A text, and what a model makes of it with exact KV."""
+    """A text, and the hidden states that a model gives it with exact KV."""
 
     ids: tuple[int, ...]
     hidden: Tensor
@@ -61,7 +61,7 @@ def read_exactly(model: Llama, ids: Sequence[int]) -> Reference:
 
 @torch.inference_mode()
 def codec_loss(model: Llama, codec: KvCodec, reference: Reference, pace: Pace | None = None) -> CodecLoss:
-    """The loss of `codec` on the text of `reference`. `model` has what the codec folds into its weights.
+    """The loss of `codec` on the text of `reference`. The weights of `model` include what the codec folds into them.
 
     The time that the codec's side took is added to `pace`. KV that the codec cannot hold (`NonFiniteError`) is an
     infinite loss.

@@ -21,11 +21,11 @@ class PresetRow:
 
     name: str
     share: float
-    """Bytes at rest, of FP16's (`Unloaded.share`)."""
+    """Bytes at rest, as a share of FP16's (`Unloaded.share`)."""
     loss: CodecLoss | None
     """None for a lossless codec, which is not measured."""
     evicts: bool = False
-    """Whether rows of prompts go. Such a preset is never advised: no text tells who will ask for what is gone."""
+    """Whether rows of prompts are evicted. Such a preset is never advised: no text shows who will need those rows."""
 
     def stays_below(self, kl: float) -> bool:
         """Whether the codec may serve under the bound. A KL that is not a number never is below one."""
@@ -36,7 +36,7 @@ class Meter:
     """Measures codecs on one model and one text. At most one copy of the weights is held, besides mapped ones."""
 
     def __init__(self, model: ModelConfig, ids: Callable[[Unloaded], Sequence[int]]) -> None:
-        """`ids` gives the text, at least two tokens that the model knows; it is asked once, at most."""
+        """`ids` gives the text: at least two tokens that the model knows. It is called once at most."""
         self._model, self._ids = model, ids
         self._plain: Llama | None = None
         self._reference: Reference | None = None
@@ -68,7 +68,7 @@ Measure = Callable[[Unloaded], CodecLoss]
 
 
 def survey(meter: Meter, measure: Measure) -> list[PresetRow]:
-    """Every preset that this model can have, smallest first. `measure` is asked for those that lose something."""
+    """Every preset that this model can have, smallest first. `measure` is called for the lossy ones."""
     planned = list[Unloaded]()
     for name in CODECS:
         try:

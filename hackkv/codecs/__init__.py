@@ -52,7 +52,7 @@ BENEATH: Final = "of"
 
 
 def make_evicting(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
-    """The codec that the setting `of` names, from whose prompts rows go. `settings` are those of both."""
+    """The codec that the setting `of` names, with eviction of prompt rows. `settings` are those of both."""
     of = settings[BENEATH]
     ours = {key: settings.pop(key) for key in _RETENTION | _SELECTION if key in settings}
     retention = Retention.model_validate({key: value for key, value in ours.items() if key in _RETENTION})
@@ -69,7 +69,7 @@ def make_evicting(name: str, shape: KvShape, backend: Backend, settings: dict[st
 
 
 def make_zack(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
-    """Pages of the codec that the setting `of` names, for projected rows. `settings` are those of both."""
+    """A codec of projected rows in pages of the codec that the setting `of` names. `settings` are those of both."""
     of = settings.pop(BENEATH)
     ours = {key: settings.pop(key) for key in ZackSettings.model_fields if key in settings}
     chosen = ZackSettings.model_validate(ours)
@@ -143,16 +143,16 @@ CALIBRATED: Final = tuple(name for name, preset in CODECS.items() if preset.make
 """The presets that take the calibration which ships for a model."""
 
 PROJECTED: Final = tuple(name for name, preset in CODECS.items() if preset.make is make_zack)
-"""The presets that are nothing without one."""
+"""The presets that do not work without a calibration."""
 
 
 def calibrates(config: CodecConfig) -> bool:
-    """Whether a calibration would make it better, which is one for `CALIBRATED`."""
+    """Whether a calibration of the kind that `CALIBRATED` presets take would make the codec better."""
     return config.name not in PROJECTED and beneath(config) in CALIBRATED
 
 
 def beneath(config: CodecConfig) -> str:
-    """The preset whose pages `config` has: its own, or that below it."""
+    """The preset whose pages `config` has: its own, or the one that the setting `of` names."""
     preset = CODECS.get(config.name)
     if preset is None or BENEATH not in preset.settings:
         return config.name

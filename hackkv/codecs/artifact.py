@@ -51,17 +51,17 @@ class Artifact:
 
     @property
     def origin(self) -> Origin:
-        """The model that it was made for, as far as it says."""
+        """The model that the file was made for, as far as the file says."""
         return Origin(self.path, str(self.about.get("model", "")), str(self.about.get("model_hash", "")))
 
     @property
     def family(self) -> str:
-        """The codecs that it is for, as `hackkv calibrate` names them."""
+        """The codecs that the file is for, as `hackkv calibrate` names them."""
         return str(self.about.get("codec", ROTATED))
 
     def check(self, family: str) -> None:
-        """Raises `ValueError` naming the file if its tensors are for other codecs than those of `family`, or mean
-        something else than this program takes them for."""
+        """Raises `ValueError` naming the file if its tensors are for codecs of another family than `family`, or if it
+        has another version than `VERSION`."""
         if self.family != family:
             raise ValueError(f"{self.path}: made by hackkv calibrate {self.family}, not by hackkv calibrate {family}")
         found = self.about.get("version", 1)
@@ -72,7 +72,8 @@ class Artifact:
             )
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor as float32. Raises `ValueError` that names file and tensor if it is not as it should be."""
+        """A tensor as float32. Raises `ValueError` naming file and tensor if it is missing, has another shape or no
+        floating-point type, or holds a value that is not finite."""
         if name not in self.tensors:
             raise ValueError(f"{self.path}: {name}: missing tensor")
         found = self.tensors[name]
@@ -103,7 +104,7 @@ def read_artifact(path: Path, max_bytes: int = MAX_BYTES) -> Artifact:
 
 
 def _about(path: Path, data: bytes) -> dict[str, Any]:
-    """From a file that the library could read: 8 bytes, the length of the header, and the header, which is JSON."""
+    """The metadata of a file that the library could read: 8 bytes, the length of the header, then the JSON header."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     try:
         about = json.loads(header.get("__metadata__", {}).get(METADATA, "{}"))

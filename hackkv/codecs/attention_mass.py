@@ -2,7 +2,7 @@
 
 a_t = Σ_i Σ_g softmax_i(q_ig · k / √D)_t over queries i, causal, and the query heads g that share a KV head: the
 accumulated attention of H2O (arXiv 2306.14048, Alg. 1), which SnapKV (arXiv 2404.14469, Eq. 1) and MPCache (§4.2)
-take of the last queries only. Keys are the FP16 rows, whatever form they rest in.
+take from the last queries only. Keys are the FP16 rows, whatever form they rest in.
 
 Votes are integers. Scores are computed in FP64, weights are rounded to a fixed grid, and sums of integers do not depend
 on their order. So the same rows get the same votes for any chunking, batch or number of threads.

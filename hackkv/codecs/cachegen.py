@@ -5,15 +5,15 @@ Early layers get more bins. A *level* says how many; 2 is the default of the aut
 about the compression that HACK's paper compares with. Rows are those of one KV head, so that heads can be split;
 `faithful` gives all heads of a layer one scale a row, as the authors do.
 
-`resident` says what rests. With `ints` codes stay integers, and attention reads them there. With `fp16` they travel
-only, and are decoded once on arrival, as the authors do: FP16 in memory, few bytes on the wire.
+`resident` is the form of pages at rest. With `ints` codes stay integers, and attention reads them there. With `fp16`
+codes only travel, and are decoded once on arrival, as the authors do: FP16 in memory, few bytes on the wire.
 
-`delta` is the paper's change-based encoding (section 5.2): ten tokens make a group, its first is an anchor in 8 bits,
-and of the others the delta to the anchor is quantized in the bins of the level (`delta_format.py`). The authors' code
+`delta` is the paper's change-based encoding (section 5.2). Ten tokens make a group. Its first is an anchor in 8 bits;
+the deltas of the others to the anchor are quantized in the bins of the level (`delta_format.py`). The authors' code
 quantizes rows as they are, and so do we unless told otherwise. Deltas of codes, which would change no value, were
 measured and left out: they take more bits than codes (docs/codecs.md).
 
-What differs from the paper: Zstandard takes the place of arithmetic coding, whose tables weigh 2 bits an element on
+Differences from the paper: Zstandard takes the place of arithmetic coding, whose tables weigh 2 bits an element on
 chunks of 256 tokens. Bins of deltas are those that the authors' code has for values; the paper's are 0.5, 1 and 1.5 by
 thirds of the layers, in a unit that it does not name. Groups end with their page.
 """

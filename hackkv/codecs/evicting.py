@@ -1,9 +1,9 @@
 """Evictions: a prompt's cache shrinks to the rows that are worth most before it travels, in pages of any codec.
 
-A prefill node notes of a prompt's rows what the choice needs (`Pool.notes`): K and V in FP16, and the votes so far.
-When all rows are computed, the rows that stay are sealed as if they were a shorter prompt: pages, windows and bytes are
-those of the codec beneath, which knows nothing of it. Decode evicts nothing. Rotary embeddings stay as they are, so
-positions run on behind the prompt's last token (`Span.evicted`).
+For every row of a prompt, a prefill node notes what the choice needs (`Pool.notes`): K and V in FP16, and the votes
+so far. When all rows are computed, the rows that stay are sealed as if they were a shorter prompt. Pages, windows and
+bytes are those of the codec beneath, which knows nothing of evictions. Decode evicts nothing. Rotary embeddings stay
+as they are, so positions run on behind the prompt's last token (`Span.evicted`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Evicting:
         )
 
     def rows_held(self, tokens: int) -> int:
-        """As the settings say."""
+        """The number of rows that the settings leave of a prompt of `tokens` tokens."""
         return self._retention.rows_held(tokens)
 
     def observe(self, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Note the rows of prompts that will lose some, and the votes of those queries that have one."""
+        """Note the rows of prompts that will lose some, and the votes of the queries that have one."""
         offset = 0
         for index, span in enumerate(batch.spans):
             part = slice(offset, offset + span.count)
@@ -53,7 +53,7 @@ class Evicting:
                 self._note(pool, batch.where.table[index], span, q[part], (k[part], v[part]))
 
     def evict(self, layer: int, pools: tuple[Pool, ...], span: Span) -> None:
-        """Seal the rows that stay as if they were all there are."""
+        """Seal the rows that stay as if they were the whole prompt."""
         tokens, held, pool = span.count, self.rows_held(span.count), pools[layer]
         if held == tokens:
             return
@@ -80,7 +80,7 @@ class Evicting:
         pages = table[: -(-end // pi)]
         keys = notes["rows_k"][pages].transpose(0, 1).flatten(1, 2)[:, :end]
         votes = attention_mass(q[first - span.held :], keys, first)
-        # A pass may be repeated: what its queries said is counted once, since the votes before it are kept.
+        # A pass may be repeated. The votes before it are kept, so those of its own queries count once.
         repeated = notes["counted"][pages[:1], :, None] == first
         before = torch.where(repeated, notes["earlier_votes"][pages], notes["votes"][pages])
         known = 0 if first == begin else span.held

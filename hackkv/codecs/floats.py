@@ -1,6 +1,6 @@
 """Codecs `fp8`, `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4`: K and V as small floating-point numbers with scales.
 
-The sealed page of an `fp8` head has one scale for K and one for V. It can, without any calibration, because open pages
+The sealed page of an `fp8` head has one scale for K and one for V. It needs no calibration, because open pages
 keep FP16 rows. The MX formats have a scale for every 32 channels of a row, NVFP4 for every 16; both are independent of
 other rows. Attention upcasts values where it reads them (`unfused`: into FP16 rows first, as HACK's paper timed its
 rivals).

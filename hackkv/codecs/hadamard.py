@@ -12,7 +12,7 @@ PRIMES: Final = (11, 19)
 
 
 def hadamard(order: int) -> Tensor:
-    """[order, order] float64, orthonormal: Sylvester's for powers of two, for 12 and 20 times those Paley's beside it.
+    """[order, order] float64, orthonormal: Sylvester's for powers of two; for 12 or 20 times one, grown from Paley's.
 
     Raises `ValueError` for any other order.
     """

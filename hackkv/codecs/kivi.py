@@ -4,8 +4,8 @@ Keys have loud channels, so a group of K is `group` consecutive rows of one chan
 group of V is `group` channels of one row. x^ = s·c + m is computed where attention reads the code, as published;
 `unfused` writes FP16 rows first.
 
-Two things differ from the authors' code. K and V leave FP16 together, a page at a time, where theirs lets K wait for R
-rows and V for one; the open page is their residual. And s is rounded up to FP16, so no code saturates.
+Two things differ from the authors' code. K and V leave FP16 together, a page at a time; in theirs K waits for R rows
+and V for one. The open page is their residual. And s is rounded up to FP16, so no code saturates.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Codec `kvcomp`: error-bounded codes, Huffman coded where they rest (KVComp, arXiv 2509.00579).
 
-A step is a share of a unit's range: for K of a block, which is a page, or of each of its channels; for V of a token
-(3.1.1). What is read is at most half a step away from what was written. Codes rest as Huffman codes (3.1.2), and a page
-is decoded where attention reads it, into memory of the thread that stays in its cache (3.3.2); `unfused` writes FP16
-rows first. On the wire Zstandard leaves out what a page has not filled.
+A step is a share of a unit's range. A unit of K is a block, which is a page, or a channel of it; a unit of V is a token
+(3.1.1). A value that is read is at most half a step away from the one that was written. Codes rest as Huffman codes
+(3.1.2). A page is decoded where attention reads it, into memory of the thread that stays in its cache (3.3.2);
+`unfused` writes FP16 rows first. On the wire Zstandard removes the room that a page has not filled.
 
 Three things differ from the paper. Units belong to one KV head, so that heads can be split. Books are static, and a
 page chooses among them; the paper's follow from a prompt's histogram, by layer, so a page's bytes would depend on later
-rows, and no two prompts could share it. And a page has a fixed room, since pages rest in pools: one that does not fit
-takes a larger step, which then bounds its errors.
+rows, and no two prompts could share it. And a page has a fixed room, since pages rest in pools. A page that does not
+fit takes a larger step, which then bounds its errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hackkv.types import KvShape
 
 ROOM_ABOVE: Final = {Unit.BLOCK: -0.6, Unit.CHANNEL: 0.3, Unit.TOKEN: 0.1}
 """Room by default, in bits a code above -log2 ρ, rounded up to an eighth: what 99% of the pages of SmolLM2 need
-(`python -m bench.rooms`). Values of a block spread less, beside its range, than those of a channel."""
+(`python -m bench.rooms`). Values of a block spread less, relative to its range, than those of a channel."""
 
 
 class KvCompSettings(Frozen):

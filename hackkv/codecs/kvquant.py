@@ -1,18 +1,18 @@
 """Codecs `kvquant-*`: codes on non-uniform levels, keys by channel, values by row, outliers aside (KVQuant, arXiv
 2401.18079).
 
-Values are not spread evenly, so neither are levels (nuq, section 3.3): all vectors of a layer share the places of
-theirs, each within its own range. A few values of each vector rest as they are, and do not stretch the range of the
-others (3.4). What a code stands for is looked up where attention reads it; `unfused` writes FP16 rows first.
+Values are not spread evenly, so neither are levels (nuq, section 3.3). All vectors of a layer share the places of
+their levels, each within its own range. A few values of each vector rest as they are, and do not stretch the range of
+the others (3.4). Attention looks a code's value up where it reads the code; `unfused` writes FP16 rows first.
 
 With a calibration file (`hackkv calibrate kvquant`) keys rest as they were before the rotary embedding (3.2),
-in ranges by channel that the file knows (3.6), and levels are those of the model's own keys and values, whose errors
-count by what the loss feels of them (3.3). Without one, the keys of a page have ranges of their own, keys rest rotated,
-as they come, and levels are those of a normal distribution.
+in ranges by channel that the file knows (3.6). Levels are fitted to the model's own keys and values, with errors
+weighted by their effect on the loss (3.3). Without a file, the keys of a page have ranges of their own, keys rest
+rotated, as they come, and levels are those of a normal distribution.
 
 Two things differ from the paper. Its outliers are a share of all values, ours a fixed number of each vector, so that
-pages have one size. Its first token of a sequence is exact; ours leaves its loudest value in each channel of K to that
-channel's outlier.
+pages have one size. Its first token of a sequence is exact; ours leaves that token's loudest value in each channel of K
+to the channel's outlier.
 """
 
 from __future__ import annotations

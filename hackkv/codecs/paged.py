@@ -47,7 +47,7 @@ def laid_out_by(kernels: PageKernels) -> type:
 
 
 class PagedCodec:
-    """Implements `KvCodec` for any page formats; a codec with more to say inherits it."""
+    """Implements `KvCodec` for any page formats. A codec that differs in other steps inherits it."""
 
     prepares_weights = False
     lossless = False
@@ -103,12 +103,12 @@ class PagedCodec:
 
     @property
     def approximation_s(self) -> float:
-        """As the kernels report it."""
+        """Seconds that the kernels of all layers report."""
         return sum(kernels.approximation_s for kernels in dict.fromkeys(kept.kernels for kept in self.layers))
 
     @property
     def served_by(self) -> str:
-        """Whose kernels compute."""
+        """`served_by` of the kernels of all layers, each name once."""
         return ", ".join(dict.fromkeys(kept.kernels.served_by for kept in self.layers))
 
     def fingerprint(self) -> Settings:
@@ -116,7 +116,7 @@ class PagedCodec:
         return (("codec", self.name), *((f"codec.{name}", value) for name, value in self.settings))
 
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
-        """Nothing is folded."""
+        """The weights as they came: nothing is folded."""
         return weights
 
     def new_pools(self, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> tuple[Pool, ...]:
@@ -149,7 +149,7 @@ class PagedCodec:
         return out
 
     def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
-        """Which pages the queries q [B, Hq, D] of a decode batch attend to; by default all that their sequence holds.
+        """The pages that the queries q [B, Hq, D] of a decode batch attend to; by default all of their sequences.
 
         A codec that reads only some pages lists them, per sequence or per KV head (`some_pages`). Such a codec has no
         window: kernels tell exact pages by their numbers.
@@ -174,7 +174,7 @@ class PagedCodec:
         self.layers[layer].kernels.seal(layer, pool, fills.page_ids, fills.starts, *held_rows(pool, fills))
 
     def to_wire(self, layer: int, pool: Pool, page_ids: Tensor) -> Planes:
-        """Derived planes stay behind unless the codec sends them."""
+        """Planes that travel. Derived planes stay behind unless the codec sends them."""
         planes = self.layers[layer].kernels.export(pool, page_ids)
         return {plane.name: planes[plane.name] for plane in self.layers[layer].wire_planes}
 

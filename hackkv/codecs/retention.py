@@ -1,6 +1,6 @@
-"""Which rows of a prompt stay: first ones, last ones, and between them those with the most votes.
+"""The rows of a prompt that stay: first ones, last ones, and between them those with the most votes.
 
-One rule with numbers for each method; rows of codecs `streamingllm`, `snapkv`, `h2o` and `mpcache` (`hackkv.codecs`).
+One rule, with other numbers for each method. The codecs `streamingllm`, `snapkv`, `h2o`, `mpcache` (`hackkv.codecs`):
 
 ============  =====  ====  ======  ====  =====  =================================================================
 method        first  last  voters  pool  pairs  source
@@ -11,8 +11,9 @@ h2o           0      12.5% 100%    1     no     arXiv 2306.14048, Algorithm 1: a
 mpcache       4      64    20%     1     yes    §4.2: votes of the last 20%; Algorithm 3 and §4.4: layers share
 ============  =====  ====  ======  ====  =====  =================================================================
 
-`voters` are the last queries of the prompt, whose attention counts (`attention_mass`). With `pool` a row's votes are
-those of so many neighbours. With `pairs` layers 2 and 3, 4 and 5 and so on keep the same rows: the even layer chooses.
+`voters` are the last queries of the prompt, whose attention counts (`attention_mass`). With `pool`, a row's votes are
+summed over that many neighbours. With `pairs` layers 2 and 3, 4 and 5 and so on keep the same rows: the even layer
+chooses.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Amount:
 
     @property
     def everything(self) -> bool:
-        """Whether it is all of anything."""
+        """Whether the amount is all rows of any prompt."""
         return self.percent == 100
 
     def __str__(self) -> str:
@@ -77,10 +78,10 @@ class Retention(Frozen):
     """Settings of an eviction; every one is part of the fingerprint."""
 
     budget: Rows = Amount(percent=25)
-    """Rows of a prompt that stay, all in all; `first` and `last` ones stay whatever it says."""
+    """Rows of a prompt that stay in all. `first` and `last` rows stay whatever the budget is."""
     first: int = Field(default=0, ge=0)
     last: Rows = Amount(32)
-    """Without `voters` all rows that stay are first or last ones."""
+    """Last rows that stay. Without `voters`, all rows that stay are first or last ones."""
     voters: Rows = Amount(32)
     """Last queries, whose attention chooses the other rows."""
     pool: Annotated[int, AfterValidator(_odd)] = Field(default=1, ge=1)
@@ -94,7 +95,7 @@ class Retention(Frozen):
         return min(tokens, max(1, self.budget.of(tokens), forced))
 
     def voters_of(self, tokens: int) -> int:
-        """The number of queries of such a prompt that vote."""
+        """The number of queries that vote in a prompt of `tokens` tokens."""
         return self.voters.of(tokens)
 
     def chooser(self, layer: int) -> int:
@@ -104,7 +105,7 @@ class Retention(Frozen):
     def choose(self, votes: Tensor) -> Tensor:
         """The rows that stay: [Hkv, rows_held(T)] int64, ascending, by `votes` [Hkv, T] int64.
 
-        Among rows with as many votes earlier ones stay.
+        Among rows with equally many votes, earlier ones stay.
         """
         heads, tokens = votes.shape
         held = self.rows_held(tokens)

@@ -1,11 +1,11 @@
-"""Codecs `rot-*`: K and V as codes around zero with a scale per row, of rows that were rotated first.
+"""Codecs `rot-*`: rotated rows of K and V as codes around zero, with a scale per row.
 
 Real keys have a few loud channels, which cost all others their precision. Rotated, the channels of a row look alike and
-codes without a minimum fit (QuaRot, arXiv 2404.00456; `hack_kernels.level_format`). Nothing is rotated back:
+codes without a minimum fit (QuaRot, arXiv 2404.00456; `hack_kernels.level_format`). Pages are never rotated back:
 
 V rests as v' = v H with H the orthonormal Hadamard matrix. H is folded into the weights when the model is loaded, at no
 cost, unless they rest as codes: numbers would take two or three times the bytes, which every step of decode reads.
-Rows of V are then rotated at run time, and what attention makes of them is rotated back.
+In that case rows of V are rotated at run time, and the outputs of attention are rotated back.
 K rests as k' = (k - mean) T per KV head and meets q' = q T^-T. q'·k' is q·k less q·mean, which is the same for all keys
 of a query, so the softmax does not notice it. T comes after the rotary embedding and cannot be folded.
 
@@ -46,10 +46,10 @@ from hackkv.types import KvShape
 Definition = Callable[[LevelFormat, torch.device], LevelKernels]
 
 EXACT_BITS: Final = 16
-"""What a layer that is left exact has, as the fingerprint says it."""
+"""The bits of a layer that is left exact, as the fingerprint gives them."""
 
 WORST_CONDITION: Final = 1e4
-"""The largest condition number of a basis: beyond it, what T^-T makes of a query loses to FP32 what codes keep."""
+"""The largest condition number of a basis: beyond it, q T^-T in FP32 loses precision that the codes keep."""
 
 
 class RotatedSettings(Frozen):
@@ -76,7 +76,7 @@ class LayerBits(Frozen):
     """Bits by layer, which a calibration file may have for some presets (`hackkv calibrate --target-bytes`)."""
 
     k_bits: int
-    """The bits of the preset that they are for; other presets do not look at them."""
+    """`k_bits` and `v_bits` are those of the preset that `k` and `v` are for; other presets ignore them."""
     v_bits: int
     k: tuple[int, ...]
     v: tuple[int, ...]
@@ -129,7 +129,7 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
 
 
 def exact_layers(text: str, layers: int) -> frozenset[int]:
-    """The layers that the setting names, of a model of `layers`. Raises `ValueError` naming what is no layer."""
+    """The layers that the setting names, of `layers` layers. Raises `ValueError` naming a word that names none."""
     found = set[int]()
     for word in filter(None, map(str.strip, text.split(","))):
         number = int(word) if word.removeprefix("-").isdecimal() else layers
@@ -163,13 +163,13 @@ def layer_bits(artifact: Artifact, plain: list[tuple[int, int]]) -> list[tuple[i
 
 
 def _in_words(bits: list[int]) -> str:
-    """One number if all layers have the same."""
+    """The bits of all layers as text: one number if they are the same."""
     return ",".join(map(str, bits)) if len(set(bits)) > 1 else str(bits[0])
 
 
 def _otherwise(settings: RotatedSettings, *names: str) -> Settings:
-    """Those of the settings that are not the family's own, in words. What came before them stays as it was said: files
-    of measurements and caches go by it."""
+    """The settings `names` that differ from the family's defaults, as text. Defaults are left out, so that earlier
+    fingerprints, by which measurements and caches are found, stay the same."""
     own = RotatedSettings()
     values = ((name, getattr(settings, name)) for name in names)
     return tuple((name, str(value)) for name, value in values if value != getattr(own, name))
@@ -211,7 +211,7 @@ def feedback_of(artifact: Artifact, layer: int, shape: KvShape) -> Feedback:
 
 
 class RotatedCodec(PagedCodec):
-    """K and Q are rotated at run time, V by the weights if it can be; pages and open pages alike hold rotated rows.
+    """Open and sealed pages of rotated rows. K and Q are rotated at run time, V by the weights unless they are codes.
 
     Where pages of a layer are narrower than heads, only the first channels of rotated rows rest. A layer that is left
     exact keeps rows as they come.
@@ -229,13 +229,14 @@ class RotatedCodec(PagedCodec):
         folded: tuple[Tensor, ...],
         exact: frozenset[int] = frozenset(),
     ) -> None:
-        """One of each for each layer, of all KV heads of the model. `folded` are rotations of V, [Hkv, D, D], or
-        [1, D, D] for all heads, float64; columns of 0 drop channels. Nothing is rotated in layers that are `exact`."""
+        """`layers`, `rotations` and `folded` have one entry for each layer, with all KV heads of the model. `folded`
+        are rotations of V, [Hkv, D, D], or [1, D, D] for all heads, float64; columns of 0 drop channels. Nothing is
+        rotated in layers that are `exact`."""
         super().__init__(name, layers, backend, settings)
         self._rotations, self._folded, self._exact = list(rotations), folded, exact
 
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
-        """V' = R^T V, and as the heads' outputs are sums of V', W_o' = W_o R. In float64, rounded to their dtype."""
+        """Fold R: W_v' = R^T W_v and, as the heads' outputs are sums of V', W_o' = W_o R. In float64, then rounded."""
         if layer in self._exact:
             return weights
         if weights.packed:
@@ -264,8 +265,8 @@ class RotatedCodec(PagedCodec):
         )
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rows are rounded to FP16 before they are rotated, too. So a value that FP16 does not hold is found, in decode
-        because infinity becomes rows that are not finite. V that the weights rotated is not rounded before."""
+        """Rows are rounded to FP16 before the rotation, too, so that a value that FP16 does not hold is found. In
+        decode, infinity makes the rotated row not finite. V that the weights rotated is only rounded after it."""
         if layer in self._exact:
             return super().attend(layer, pool, batch, q, k, v)
         rows, rotations = self._backend.rows, self._rotations[layer].heads(pool.head_start, pool.num_kv_heads)

@@ -32,7 +32,7 @@ class SelectionSettings(Frozen):
     select: Rows = Amount(percent=100)
     """Pages of a sequence that decode reads."""
     least: int = Field(default=8, ge=2)
-    """A sequence of no more pages is read whole: what that saves would not pay for choosing."""
+    """A sequence of at most this many pages is read whole: choosing would cost more than it saves."""
     alpha: float = Field(default=0.6, ge=0, le=1)
 
 
@@ -95,8 +95,8 @@ class Selecting:
 
 
 def _rank(alike: Tensor, number: Tensor, dropped: Tensor | None = None) -> Tensor:
-    """The place of each of the first `number` [B, 1, 1] by how alike they are [B, Hkv, P]. The first and the last come
-    first, and those that are `dropped` [B, Hkv, P] after all others."""
+    """The rank of each of the first `number` [B, 1, 1] pages or pairs, by descending `alike` [B, Hkv, P]. The first and
+    the last rank before all others, and those that are `dropped` [B, Hkv, P] after all others."""
     at = torch.arange(alike.shape[-1], device=alike.device)
     ends = (at == 0) | (at == number - 1)
     order = alike.masked_fill(ends, torch.inf).argsort(dim=-1, descending=True, stable=True)

@@ -1,20 +1,20 @@
 """Codec `zack`: K and V keep few channels of a rotation in which the others are small (ZACK, §4 and §5).
 
-For each KV head the offline step (`measure.calibrate.projections`) decomposes the stacked rows of what is multiplied,
-A = U Σ R^T: of Q and K after the rotary embedding, and of V and the head's slices of W_o (§4.3). Vectors rotated by a
-common R have the same products (lemma 2), and the last channels of rotated vectors are small.
+For each KV head the offline step (`measure.calibrate.projections`) stacks the rows of both factors of a product and
+decomposes them, A = U Σ R^T: Q and K after the rotary embedding, and V and the head's slices of W_o (§4.3). Vectors
+rotated by a common R have the same products (lemma 2), and the last channels of rotated vectors are small.
 
-V rests as v' = v R_p, folded into W_v and W_o (lemma 1, Fig. 8). K rests as k' = k R_p and meets q' = q R_p. The rotary
-embedding keeps that from being folded (§5.1, "Rotary embedding"), so Q and K are rotated at run time. Scores are
-divided by the root of the head's own dimension, whatever of it is left.
+V rests as v' = v R_p, folded into W_v and W_o (lemma 1, Fig. 8). K rests as k' = k R_p and meets q' = q R_p. This
+rotation cannot be folded because of the rotary embedding (§5.1), so Q and K are rotated at run time. Scores are divided
+by the root of the head's own dimension, however many channels are left.
 
-How many channels stay follows from one number r for all heads, the share of the sum of singular values that may go
-(Eq. 6). Here all heads of a layer, K and V, keep as many channels as the one of them that needs most, since pages of a
-layer have one width; that is rounded up to a multiple of `step` (§6.1). `Projections.within` is the paper's F_p: from a
+One number r for all heads decides how many channels stay: the share of the sum of singular values that may go (Eq. 6).
+Here all heads of a layer, K and V, keep as many channels as the one of them that needs most, since pages of a layer
+have one width. The width is rounded up to a multiple of `step` (§6.1). `Projections.within` is the paper's F_p: from a
 size to the smallest r.
 
-What is left is rotated once more, by a Hadamard matrix: channels that are sorted by size would make a bad use of
-codes with a common scale. It is orthogonal, so nothing else changes.
+The channels that stay are rotated once more, by a Hadamard matrix: channels that are sorted by size would make a bad
+use of codes with a common scale. The matrix is orthogonal, so nothing else changes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ZackSettings(Frozen):
     share: Share | None = Field(default=None, gt=0, le=1)
     """Bytes of sealed pages to stay within, as a share of FP16's: then r follows from it (F_p)."""
     step: int = Field(default=16, ge=1)
-    """Channels of a page are a multiple of it, or all."""
+    """A page's number of channels is a multiple of this, or all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Projections:
     rotations: Mapping[str, Tensor]
     """By side, [layers, Hkv, D, D] float64: R, a column for each channel, the largest first."""
     tails: Tensor
-    """[layers, 2 Hkv, D] float64: the share of the sum that goes if a channel and all behind it do, of both sides."""
+    """[layers, 2 Hkv, D] float64, heads of qk, then vw: the share of the sum that a channel and all behind it have."""
 
     @classmethod
     def of(cls, artifact: Artifact, shape: KvShape) -> Projections:
-        """Raises `ValueError` naming file and tensor."""
+        """The projections in a file. Raises `ValueError` naming file and tensor."""
         heads, dim = shape.num_kv_heads, shape.head_dim
         rotations, tails = dict[str, Tensor](), list[Tensor]()
         for side in SIDES:
@@ -170,8 +170,8 @@ def make_projecting(
 
 
 def _made(shape: KvShape, step: int, below: Callable[[KvShape], KvCodec]) -> dict[int, PagedCodec]:
-    """Width -> a codec of such pages, narrow ones first, where there is one. Raises `ValueError` if there is none for
-    all channels."""
+    """Width -> a codec with pages of that width, narrow ones first, where there is one. Raises `ValueError` if there is
+    none for all channels."""
     found = dict[int, PagedCodec]()
     for width in sorted({*range(step, shape.head_dim, step), shape.head_dim}):
         try:
@@ -189,7 +189,7 @@ def _made(shape: KvShape, step: int, below: Callable[[KvShape], KvCodec]) -> dic
 
 
 def _fold(found: Projections, layer: int, width: int) -> tuple[HeadRotations, Tensor]:
-    """The rotations of K and Q in a layer that keeps `width` channels, and what is folded into the weights around V."""
+    """The rotations of K and Q in a layer that keeps `width` channels, and that folded into the weights around V."""
     rotated = {side: torch.zeros_like(each[layer]) for side, each in found.rotations.items()}
     for side, into in rotated.items():
         into[..., :width] = found.rotations[side][layer, ..., :width] @ hadamard(width)

@@ -55,9 +55,9 @@ def load_model(
     """Read, check and load the checkpoint in `folder`.
 
     `max_context` 0 takes the checkpoint's limit. `packing` is of matrices that the checkpoint has as numbers.
-    `library_rows` and `kernels` are those of `Llama`, `prepare` is a codec's that folds something into
-    the weights. Raises `CheckpointError` that names the file and tensor or field, `ConfigError` for a dtype that we do
-    not compute in.
+    `library_rows` and `kernels` are those of `Llama`. `prepare` is `KvCodec.prepare_weights` of a codec that folds
+    something into the weights. Raises `CheckpointError` that names the file and tensor or field, `ConfigError` for a
+    dtype that we do not compute in.
     """
     check_dtype(dtype, device)
     spec = read_spec(folder, max_context)

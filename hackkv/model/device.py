@@ -1,7 +1,7 @@
 """Devices: those that a setting means, the memory that a node needs of one, and the KV that fits beside that.
 
-On a GPU nothing is swapped and nothing is given before it is asked for, so every byte that a node will ever need is
-counted before it takes its pages.
+On a GPU nothing is swapped and memory is taken when it is allocated. So every byte that a node will ever need is
+counted before the node takes its pages.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def places(model: ModelConfig) -> tuple[str, ...]:
 
 
 def backend_on(name: str, device: str | None = None) -> Backend:
-    """The kernels that `model.backend` names, for a device or for their own. Raises `ConfigError`."""
+    """The kernels that `model.backend` names, for `device` or, if None, their own. Raises `ConfigError`."""
     try:
         return load(name, None if device is None else torch.device(device))
     except (BackendUnavailable, ImportError) as error:
@@ -67,15 +67,15 @@ class DeviceMemory:
     """The memory of a device, in bytes."""
 
     owner: str
-    """Whose it is, for messages."""
+    """The device or machine that has it, for messages."""
     total: int
     free: int
     swaps: bool = False
-    """Whether memory is taken when it is used, not when it is asked for: then all of it is called free."""
+    """Whether memory is taken when it is used, not when it is allocated. If so, all of it counts as free."""
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """As it is now."""
+    """The memory of `device` now."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(str(device), total, free)
@@ -84,7 +84,7 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 def auto_kv_bytes(memory: DeviceMemory, weights: int, work: int, nodes: int) -> int:
-    """Bytes for sealed pages on a GPU that `nodes` nodes share, each with as much, when the weights are loaded.
+    """Bytes for sealed pages on a GPU that `nodes` nodes share, each with an equal part, when the weights are loaded.
 
     `weights` bytes lie there already, `work` (passes, recorded steps and slots) are still to come. Nodes that start at
     the same moment see each other's memory as free, so each keeps to its part of the whole. May be negative.
@@ -94,9 +94,10 @@ def auto_kv_bytes(memory: DeviceMemory, weights: int, work: int, nodes: int) -> 
 
 
 def recorded_bytes(spec: ModelSpec, dtype: torch.dtype, footprint: Footprint, rows: int) -> int:
-    """An upper bound of what recorded steps of up to `rows` rows take (`hackkv.model.graphs`): they share memory of
-    their own, in which the largest one fits, its input, the hidden states of every size, and a page and a slot for
-    padding.
+    """An upper bound of the bytes that recorded steps of up to `rows` rows take (`hackkv.model.graphs`).
+
+    Steps share memory in which the largest one fits. In addition there are inputs, the hidden states of every size, and
+    a page and a slot for padding.
 
     A program that seals a page of each sequence reads K and V of a layer from the slots twice, for their order.
     """
@@ -124,9 +125,9 @@ def pass_bytes(spec: ModelSpec, dtype: torch.dtype, busiest: Busiest) -> int:
 
 
 def held_bytes(spec: ModelSpec) -> int:
-    """An upper bound of what a prompt's attention on a GPU holds of a layer's pages, beside `pass_bytes`.
+    """An upper bound of the bytes in which a prompt's attention on a GPU holds a layer's pages, beside `pass_bytes`.
 
-    It reads K and V as FP16, of all pages of a sequence or of several up to `HELD_TOKENS`; as much again counts for
-    what becomes of codes on the way.
+    It reads K and V as FP16, of all pages of a sequence or of several up to `HELD_TOKENS`. As much again counts for
+    the conversion of codes.
     """
     return 2 * 2 * 2 * max(spec.max_context, HELD_TOKENS) * spec.num_kv_heads * spec.head_dim

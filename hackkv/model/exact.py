@@ -76,7 +76,7 @@ def advance(model: Llama, batch: Sequence[tuple[ExactKv, Sequence[int]]]) -> Ten
 
 
 def greedy(model: Llama, prompt_ids: Sequence[int], tokens: int) -> list[int]:
-    """The `tokens` most likely continuations, one at a time, with exact attention: a reference run."""
+    """The most likely next token, `tokens` times, with exact attention: a reference run."""
     cache, out, step = ExactKv(), list[int](), list(prompt_ids)
     for _ in range(tokens):
         hidden = advance(model, [(cache, step)])

@@ -37,7 +37,7 @@ class Packed:
     """The tensors of a fused file that are codes."""
 
     bits: Mapping[str, int]
-    """By name."""
+    """Name of a tensor -> bits of its codes."""
     read: ReadCodes
 
 

@@ -3,12 +3,12 @@ processor a list of calls of C++ without Python.
 
 A recorded step is a fixed program on fixed memory. Only its input differs from step to step, and lies at one place
 (`hackkv.step_input`). A GPU records steps of some numbers of rows before it serves, and a batch runs as the next larger
-one. The processor records a number of rows when it first comes.
+one. The processor records a number of rows when it first occurs.
 
 The host knows which sequences fill a page. Such a sequence reads its page exactly until its next row. So the page is
 sealed after the layers of the step, by a second program, which is recorded for some numbers of pages. A step that fills
-no page does not run it. Rejected: a launch in each layer that looks for full pages. Every step would pay for it, and of
-the steps of one sequence only 1 in 64 fills a page of 64 rows, of those of 32 sequences four in ten.
+no page does not run it. Rejected: a launch in each layer that looks for full pages. Every step would pay for it,
+but with pages of 64 rows only 1 in 64 steps of one sequence fills a page, and four in ten steps of 32 sequences.
 
 Choosing is not recorded, since its operators depend on the rules of requests. Prompts and replays are not recorded
 either, nor is sealing on the processor: it is rare, and its time is in the kernel.
@@ -36,7 +36,7 @@ from hackkv.step_input import Spare, StepInput
 HALF: Final = 2
 """Bytes of 16 bits."""
 STEP: Final = 8
-"""From here on numbers of rows are multiples of it."""
+"""From this number on, recorded numbers of rows are multiples of it."""
 
 
 class CudaRecorder:
@@ -128,15 +128,15 @@ class Graphs:
             raise ConfigError(f"graphs: {self._model.device} cannot record a decode step: {error}") from error
 
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Whether a step of so many sequences runs here."""
+        """Whether a step of these sequences runs here."""
         return self._recorder is not None and len(spans) <= self._input.most
 
     def run(self, spans: Sequence[Span], ids: Sequence[int], after: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """A step: hidden states [B, hidden] after the final norm, and which sequences are at fault [B] bool (`Batch`).
         The next step overwrites both.
 
-        With `after` [B] int64 the tokens are these, on the device, and `ids` does not count. Then the pages that the
-        step fills are left open, and no span has to know them: `seal` follows before the next step.
+        With `after` [B] int64, the tokens are those in `after`, on the device, and `ids` is ignored. The pages that the
+        step fills are then left open and need not be in the spans: `seal` follows before the next step.
         """
         count = len(spans)
         filled = [] if after is not None else self._input.filled(spans)

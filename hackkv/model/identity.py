@@ -1,7 +1,8 @@
 """A checkpoint's hash, for the fingerprint that both ends of a handoff compare.
 
-It covers config.json and tokenizer.json whole, and of every safetensors file the name, the size, the header and the
-data: all of it up to 16 MiB, beyond that 256 blocks of 16 KiB at even distances, the first and the last included.
+It covers config.json and tokenizer.json whole. It covers the name, the size, the header and the data of every
+safetensors file: all data up to 16 MiB; of a larger file 256 blocks of 16 KiB at even distances, the first and the last
+included.
 
 It detects: another model, another fine-tune of the same model, another dtype or sharding, a retrained or partly copied
 checkpoint. It does not detect a few changed values between the sampled blocks of a large file, and it does not resist
@@ -41,7 +42,7 @@ def model_hash(folder: Path) -> str:
 def source_hash(folder: Path) -> str:
     """The hash by which a calibration names its model: 32 hexadecimal digits, equal for all dtypes of a GGUF file.
 
-    Raises `CheckpointError` as `model_hash`, which it is for any other checkpoint.
+    For any other checkpoint it is `model_hash`. Raises `CheckpointError` as that does.
     """
     return source_of(folder) or model_hash(folder)
 

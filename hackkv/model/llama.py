@@ -60,7 +60,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All tensors of a model on one device, of one dtype as far as they are not packed."""
+    """All tensors of a model on one device. Those that are not packed have one dtype."""
 
     embed: Weight
     """[vocab, hidden]"""
@@ -163,7 +163,7 @@ class Llama:
         return q, k, v
 
     def _finish(self, layer: LayerWeights, x: Tensor, mixed: Tensor, next_norm: Tensor) -> Tensor:
-        """The layer's rows after attention gave `mixed`; returns the norm of the next layer."""
+        """Add the rest of the layer to x, in place, after attention gave `mixed`; returns the next layer's norm."""
         matrices = (layer.out, layer.gate_up, layer.down)
         if all(self._is_ours(each, x.shape[0]) for each in matrices):
             return self.kernels.finish_layer(x, mixed, matrices, (layer.ffn_norm, next_norm), self.spec.rms_eps)

@@ -1,6 +1,6 @@
-"""In which form a model's matrices rest: the setting `model.weights`.
+"""The form in which a model's matrices rest: the setting `model.weights`.
 
-`int8` and `int4` pack every matrix. What the checkpoint has in codes of no more bits stays exactly as it is. Matrices
+`int8` and `int4` pack every matrix. A matrix that the checkpoint has in codes of no more bits stays as it is. Matrices
 of the vocabulary have 8 bits with either. `fp32` and `bf16` pack nothing. `auto` takes what the checkpoint has: codes
 stay codes and numbers stay numbers. In FP32, and on a GPU, it packs nothing: rows that meet codes are rounded to 15
 bits, and a GPU has no kernel for codes.
@@ -26,12 +26,12 @@ OF_VOCABULARY: Final = ("model.embed_tokens.weight", "lm_head.weight")
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Which matrices are packed."""
+    """The choice of matrices to pack."""
 
     bits: int | None
-    """Codes have so many bits at most; None packs nothing."""
+    """The most bits of a code; None packs nothing."""
     held_only: bool = False
-    """Only what the checkpoint has in codes."""
+    """Whether only matrices that the checkpoint has in codes are packed."""
 
     @property
     def name(self) -> str:

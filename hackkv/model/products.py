@@ -3,12 +3,12 @@
 Our own read a weight as it rests and form every sum in one order (`RowKernels.product`), so a row does not depend on
 the rows beside it. A model that uses no other products is *batch invariant*. The library is faster from some number of
 rows on: in BF16 from some hundred rows on where our own multiply matrices too (AMX), from some dozens where both have
-`vdpbf16ps`, never where the processor has no instructions for BF16. So each processor is asked once, at the first load,
-and remembered.
+`vdpbf16ps`, never where the processor has no instructions for BF16. So each processor is measured once, at the first
+load, and the answer is kept.
 
 Packed weights (`hack_kernels.block_weight`) are multiplied as they rest by our own kernels, as integers. For the
 library they are turned into numbers, for one call. That pays from some hundred rows on where the library is fast, as on
-AMX; the same question settles it.
+AMX; the same measurement decides.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Product: TypeAlias = Callable[[Tensor, Any], Tensor]
 """(x [rows, in], weight [out, in]) -> [rows, out]; the weight is of x's dtype, or packed."""
 
 ALWAYS: Final = 0
-"""From so many rows on the library multiplies: here at all times."""
+"""A value of `library_rows`: the library multiplies any number of rows."""
 NEVER: Final = sys.maxsize
-"""The same: a model that is batch invariant."""
+"""A value of `library_rows`: the library never multiplies, so the model is batch invariant."""
 ROWS: Final = (1, 4, 16, 64, 128, 256)
 """Numbers of rows that are tried."""
 SIDE: Final = 1024
@@ -50,10 +50,10 @@ count. A call is no round if its threads waited for a processor longer than `WAI
 microseconds, and for milliseconds behind other work. After `PATIENCE_S` such calls count as well, and the answer is
 kept for a while only."""
 GAIN: Final = 1.1
-"""The library takes over where it is at least so many times faster."""
+"""The library takes over where it is at least this many times faster."""
 
 VERSION: Final = "6"
-"""Increases with every change of our products or of how they are timed: what was measured before is asked again."""
+"""Increases with every change of our products or of how they are timed: earlier measurements are repeated."""
 
 _THREADS: Final = Path("/proc/self/task")
 _STORE: Final = Store("products", int, "who multiplies faster")
@@ -66,7 +66,7 @@ def library_rows(own: Product, dtype: torch.dtype, isa: str) -> int:
 
 
 def unpack_rows(kernels: RowKernels, bits: int, dtype: torch.dtype, isa: str) -> int:
-    """The same for weights packed in `bits` bits, which are unpacked for the library."""
+    """`library_rows` for weights packed in `bits` bits, which are unpacked for the library."""
 
     def library(x: Tensor, weight: BlockWeight) -> Tensor:
         return F.linear(x, kernels.unpack(weight, x.dtype))
@@ -98,7 +98,7 @@ class ProductTimes:
     seconds: Mapping[int, tuple[float, float]]
     """Rows, ascending -> (our time, the library's)."""
     disturbed: bool
-    """Whether other work was in some of the times."""
+    """Whether other work disturbed some of the times."""
 
 
 def _settled(measured: ProductTimes) -> int | Passing[int]:
@@ -139,11 +139,11 @@ class _Times:
     """The times of one product."""
 
     calm: int = 0
-    """Calls that had processors when they wanted them."""
+    """Calls whose threads did not wait for a processor."""
     best: float = math.inf
-    """Seconds of the shortest of them."""
+    """Seconds of the shortest calm call."""
     any: float = math.inf
-    """Seconds of the shortest of all."""
+    """Seconds of the shortest call."""
 
     @property
     def shortest(self) -> float:
@@ -170,7 +170,7 @@ def _alternating(products: tuple[Product, Product], x: Tensor, weight: Weight) -
 
 def waited_s() -> float:
     """Seconds for which runnable threads of this process have waited for a processor, in all. Linux counts them; 0
-    where nobody does."""
+    elsewhere."""
     waited_ns = 0
     for thread in _THREADS.glob("*/schedstat"):
         with contextlib.suppress(OSError):  # it has ended

@@ -77,7 +77,7 @@ class ModelRunner:
 
         `on_layer(i)` is called as soon as the KV of layer i is in its pages. With `wanted`, only the last `wanted[i]`
         rows of span i are returned, which is cheaper. Raises `NonFiniteError` naming the span. The host asks once, when
-        all layers are done: what `on_layer` has seen of a span at fault is undefined, of other spans it is right.
+        all layers are done. Until then KV of a span at fault is undefined in `on_layer`; that of other spans is right.
         """
         batch = self._lay_out(spans, ids, wanted)
 
@@ -95,8 +95,8 @@ class ModelRunner:
     def choose(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> list[Token]:
         """Run one row of each sequence and choose the token after it: the host waits for the device once.
 
-        Raises `NonFiniteError` naming the first span at fault, while others have advanced, or `GuideError` while nobody
-        has.
+        Raises `NonFiniteError` naming the first span at fault, after the others have advanced. Raises `GuideError`
+        before any sequence has advanced.
         """
         found = self.end(self.begin(spans, ids, states), range(len(spans)), spans, ids, states)
         for error in found:
@@ -105,7 +105,7 @@ class ModelRunner:
         return [token for token in found if isinstance(token, Token)]
 
     def looks_ahead(self, spans: Sequence[Span]) -> bool:
-        """Whether `begin_after` takes these, none of which waits for the host then."""
+        """Whether `begin_after` takes these spans. Such a step does not wait for the host."""
         return self._graphs is not None and self._graphs.queues and self._graphs.takes(spans)
 
     def begin(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> LaunchedStep:
@@ -115,10 +115,10 @@ class ModelRunner:
     def begin_after(
         self, spans: Sequence[Span], before: Sequence[tuple[LaunchedStep, int]], states: Sequence[SamplerState]
     ) -> LaunchedStep:
-        """Give the device the step after one that is under way, whose tokens nobody has seen: those of `spans` are the
-        choices that rows of steps will make. The runner has to look ahead, and the states to foresee it.
+        """Give the device the step after one that is under way and whose tokens the host has not seen. Span i takes the
+        token that `before[i]`, a row of a step, will choose. Needs `looks_ahead`, and `foresees` of all states.
 
-        The pages that it fills stay open, and no span has to know them: `end_after` follows before the next step.
+        The pages that the step fills stay open and need not be in the spans: `end_after` follows before the next step.
         """
         assert self._graphs is not None
         chosen = list(dict.fromkeys(begun.choice.there for begun, _ in before))
@@ -130,7 +130,7 @@ class ModelRunner:
         return self._begin(self._graphs.run(spans, [0] * len(spans), tokens), states, later=True)
 
     def end_after(self, spans: Sequence[Span]) -> None:
-        """Seal what a step of `begin_after` has filled; `spans` are those of its rows that count."""
+        """Seal the pages that a step of `begin_after` has filled. `spans` are those of its rows that count."""
         assert self._graphs is not None
         self._graphs.seal(spans)
 
@@ -142,8 +142,8 @@ class ModelRunner:
         ids: Sequence[int],
         states: Sequence[SamplerState],
     ) -> list[Token | NonFiniteError]:
-        """Wait for the choices of those `rows` of a step that `spans`, `ids` and `states` tell of. Each is a token, by
-        which its state advances, or the error that names the span, its index there."""
+        """Wait for the choices of `rows` of a step, to which `spans`, `ids` and `states` belong. A choice is a token,
+        by which its state advances, or an error that names the span by its index in `spans`."""
         every = begun.choice.ids()
         found: list[Token | NonFiniteError | None] = [
             self._fault(at, every[row], spans[at], ids[at]) for at, row in enumerate(rows)
@@ -172,7 +172,7 @@ class ModelRunner:
         return LaunchedStep(logits, choosing(logits, states, self.model.kernels, faulty, later=later))
 
     def end_prompt(self, span: Span) -> int:
-        """Evict what the codec does not keep of a whole prompt that is computed. Returns the rows that it holds."""
+        """Evict the rows of a computed prompt that the codec does not keep. Returns the number of rows that stay."""
         if self.codec.eviction is not None:
             for layer in range(len(self.memory.pools)):
                 self.codec.eviction.evict(layer, self.memory.pools, span)
@@ -186,7 +186,7 @@ class ModelRunner:
         return self._run(batch, partial(self._attend, batch)), batch.faulty
 
     def _lay_out(self, spans: Sequence[Span], ids: Sequence[int], wanted: Sequence[int] | None = None) -> Batch:
-        """A batch that brings along what the model reads: tokens, positions, and which rows are wanted if not all."""
+        """A batch with the inputs of the model: tokens, positions, and the wanted rows unless all are wanted."""
         more, positions = [ids], _positions(spans)
         if positions or wanted is not None:
             more.append(positions)

@@ -66,7 +66,7 @@ class SamplerState:
 
     @property
     def foresees(self) -> bool:
-        """Whether the choice after the next one does not depend on what the next one is."""
+        """Whether the choice after the next one does not depend on the next one."""
         return self.guide is None and self.sampling.logprobs is None and self._rules.foresees
 
     @property

@@ -17,7 +17,7 @@ from hackkv.packaged import SHIPPED, SHIPPED_NAME, SMOLLM2, SMOLLM2_MODULE, SMOL
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB = "hackkv.model.hub"
-"""The module that downloads; loaded when something is to be."""
+"""The module that downloads; loaded for a download only."""
 
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -56,7 +56,7 @@ def find_model(name: str, dtype: str = "bfloat16", weights: str = AUTO, device: 
 
 
 def smollm2() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct, its checksum checked. The package is not imported: it would want more.
+    """The GGUF file of SmolLM2-135M-Instruct, its checksum checked. The package is not imported: it would need others.
 
     Raises `CheckpointError` if the package is not installed, or holds another file than the one that we know.
     """

@@ -1,4 +1,4 @@
-"""Runs, before a node's port opens, all that serving launches.
+"""Runs everything that serving launches, before a node's port opens.
 
 A backend may compile a kernel when it is launched for the first time, which takes seconds. No request waits for that.
 Steps are recorded later, over the pools that the node serves from (`hackkv.model.graphs`).
@@ -19,12 +19,12 @@ from hackkv.model.worker import Worker
 from hackkv.types import Sampling
 
 SLOTS: Final = 2
-"""Sequences that hold anything. More of a batch are the same ones again, which write the same."""
+"""Sequences that hold anything. A larger batch repeats them, and repeats write the same bytes."""
 TOKEN: Final = 0
 LONG: Final = 258
-"""A prompt alone has as many rows, less one: a backend may compile other kernels for many."""
+"""A prompt that runs alone has at least this many rows, less one: a backend may compile other kernels for many."""
 SHORT: Final = 3
-"""Rows of a prompt among many: a chunk of it and one row more, as chunks may be."""
+"""Rows of a prompt in a large batch: a chunk of two rows and a chunk of one."""
 _GREEDY: Final = Sampling(0, 1 << 30, temperature=0.0, ignore_eos=True)
 
 
@@ -35,7 +35,7 @@ def warm_up(worker: Worker, sizes: Sequence[int]) -> None:
     It takes small pools of its own and leaves none.
     """
     page_tokens, footprint = worker.codec.page_tokens, worker.footprint
-    # A row short of a page, and so long that a page is read as it is sealed.
+    # One row short of a full page, and long enough that some page is read in its sealed form.
     rows = max(footprint.window.pages + 2, -(-LONG // page_tokens)) * page_tokens - 1
     num_pages = rows // page_tokens + 2
     runner = ModelRunner(worker.model, worker.codec, SLOTS * num_pages, SLOTS)
@@ -51,7 +51,7 @@ def warm_up(worker: Worker, sizes: Sequence[int]) -> None:
 
 
 def _serve(runner: ModelRunner, whole: Sequence[Span]) -> None:
-    """Compute prompts; then steps, of few sequences until one has filled a page and one more; then rows of a replay."""
+    """Compute prompts, then steps, then rows of a replay. Few sequences step until one fills a page, and once more."""
     model, page_tokens = runner.model, runner.layout.page_tokens
     states = [SamplerState(_GREEDY, [TOKEN], (), kernels=model.kernels) for _ in whole]
     chunks = [replace(span, count=span.count - 1) for span in whole]

@@ -165,7 +165,7 @@ class _Checkpoint:
         return bool(self._sources[name][1].get_slice(name).get_dtype() == PACKED)
 
     def read(self, name: str, on_bytes: OnBytes) -> Tensor:
-        """One tensor as it is in the file, possibly sharing the file's mapping; of a packed matrix its codes."""
+        """One tensor as it is in the file, or a packed matrix's codes. It may share the file's mapping."""
         tensor: Tensor = self._sources[name][1].get_tensor(name)
         self._done += tensor.nbytes
         on_bytes(self._done, self._total)
@@ -180,7 +180,7 @@ class _Source:
         self._how = how
 
     def numbers(self, name: str) -> Tensor:
-        """A tensor that is not packed. It is a view of a fused file, as far as dtype and device are the file's."""
+        """A tensor that is not packed. It is a view of a fused file if dtype and device are the file's."""
         how, split = self._how, not self._checkpoint.fused
         return self._checkpoint.read(name, how.on_bytes).to(how.device, how.dtype, copy=split)
 
@@ -225,7 +225,7 @@ def _layer(spec: ModelSpec, index: int, source: _Source, how: Loading) -> LayerW
 
 
 def _prepared(index: int, layer: LayerWeights, prepare: PrepareWeights, how: Loading) -> LayerWeights:
-    """With what a codec makes of the weights around attention: numbers, or 8 bits where `how` packs numbers."""
+    """`layer` with the weights around attention as a codec prepares them: numbers, or 8 bits where `how` packs."""
     qkv, out = as_numbers(layer.qkv), as_numbers(layer.out)
     packed = isinstance(layer.qkv, BlockWeight) or isinstance(layer.out, BlockWeight)
     around = prepare(index, AttentionWeights(qkv, layer.qkv_bias, layer.qk_norm, out, packed))

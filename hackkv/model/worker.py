@@ -47,13 +47,13 @@ from hackkv.types import WIRE_FORM, Fingerprint, KvLayout
 log = logging.getLogger(__name__)
 
 CALIBRATION: Final = "calibration"
-"""The setting that names a file."""
+"""The codec setting that names a calibration file."""
 
 WIRE_VERSION = "6"
 """Version of all that two nodes must agree on, down to the codes that stochastic rounding gives."""
 
 SHARE_TOKENS: Final = 2048
-"""The length for which the size of a codec is said: exact pages are a smaller part of a longer sequence."""
+"""The length for which a codec's size is stated: exact pages are a smaller part of a longer sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +130,14 @@ class Unloaded:
 
     @property
     def kernels(self) -> str:
-        """The kernels that compute, for display. Of formats without kernels of the backend it names the definition."""
+        """The kernels that compute, for display. Where the backend has none for a format, it names the definition."""
         backend, served_by = self.backend, self.codec.served_by
         pages = "" if served_by == backend.name else f", pages by {served_by}"
         return f"{backend.name} ({backend.isa}{pages})"
 
     @property
     def share(self) -> float:
-        """Bytes at rest of a sequence of `SHARE_TOKENS` tokens, exact pages among them, of FP16's."""
+        """Bytes at rest of a sequence of `SHARE_TOKENS` tokens, exact pages among them, as a share of FP16's."""
         layout = self.spec.kv_layout(self.codec.page_tokens)
         sizes = footprint_of(self.codec, layout)
         return sizes.resting_bytes(rows_held(self.codec, SHARE_TOKENS)) / fp16_bytes(layout, SHARE_TOKENS)
@@ -159,7 +159,7 @@ class Unloaded:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with what the checkpoint puts around a text. Raises `CheckpointError`."""
+        """Ids of `text`, with the special tokens that the checkpoint puts around a text. Raises `CheckpointError`."""
         path = self.folder.path / "tokenizer.json"
         try:
             core = Tokenizer.from_file(str(path))
@@ -173,11 +173,11 @@ class Unloaded:
         return self._load(self.codec.prepare_weights if self.codec.prepares_weights else None)
 
     def worker(self) -> Worker:
-        """With its weights. Raises `CheckpointError` naming file and tensor."""
+        """The worker with its weights. Raises `CheckpointError` naming file and tensor."""
         llama = self.load()
         guides = Guides(self.folder.path, sorted(self.spec.eos_ids))
         kernels = f"{self.kernels}, {_products(llama)}"
-        trim()  # loading frees some 50 MiB, of which more or less stays, depending on what lies above it
+        trim()  # loading frees some 50 MiB; how much of it stays depends on what lies above it
         return Worker(self.folder.name, llama, self.codec, self.backend, self.fingerprint(), kernels, guides)
 
     def load_plain(self) -> Llama:
@@ -204,7 +204,7 @@ class Unloaded:
         return model
 
     def _library_rows(self, measured: Callable[[torch.dtype, str], int]) -> int:
-        """As `ModelConfig.batch_invariant` says."""
+        """`Llama.library_rows` as `ModelConfig.batch_invariant` says; `measured` times both kinds of products."""
         config, backend = self.config, self.backend
         invariant = config.dtype == "float32" if config.batch_invariant is None else config.batch_invariant
         if invariant:

@@ -17,7 +17,7 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 
 def call_id(length: int = 0) -> str:
-    """An id for a call: OpenAI's form, or so many letters and digits."""
+    """An id for a call: OpenAI's form, or `length` letters and digits."""
     if not length:
         return f"call_{uuid4().hex[:24]}"
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(length))
@@ -56,7 +56,7 @@ class Thoughts:
         return thought, ""
 
     def _trimmed(self, text: str) -> str:
-        """Without the blank lines between thoughts and text."""
+        """`text` without the blank lines between thoughts and text."""
         if self._trim:
             text = text.lstrip()
             self._trim = not text

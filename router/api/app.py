@@ -62,7 +62,7 @@ def build_app(
     app.add_exception_handler(HTTPError, handle)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(Exception, handle)
-    described = document(bool(api_keys))  # now: it takes too long for the event loop
+    described = document(bool(api_keys))  # made now: it takes too long for the event loop
     app.openapi = lambda: described  # type: ignore[method-assign]
     gate = Gate(Direct(app), served.metrics.refused, api_keys, spans, _route_of)
     if not cors_origins:
@@ -80,14 +80,14 @@ def build_app(
 class Direct:
     """Calls the endpoints that take bodies, and leaves everything else to FastAPI.
 
-    Those need no more of FastAPI than to be described. All pieces of an answer would pass through its layers.
+    These endpoints need FastAPI for their description only. Else all pieces of an answer would pass through its layers.
     """
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. As with FastAPI, an error is answered if nothing has been sent, and a fault goes on."""
+        """Answer a request. As with FastAPI, an error is answered if nothing has been sent; a fault is raised again."""
         endpoint = _POSTED.get(scope.get("path", ""))
         if endpoint is None or scope["method"] != "POST":
             await self._app(scope, receive, send)

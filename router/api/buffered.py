@@ -20,9 +20,9 @@ class BodyBudget:
 
     @contextmanager
     def account(self, client: str) -> Iterator[Callable[[int], None]]:
-        """Call what this yields with the number of bytes that come, before they are kept.
+        """Yield a function to call with the number of bytes that come, before they are kept.
 
-        It raises `Overloaded` if they do not fit. All of them are given back at the end of the block.
+        The function raises `Overloaded` if they do not fit. All are given back at the end of the block.
         """
         mine = 0
 

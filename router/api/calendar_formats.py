@@ -34,7 +34,7 @@ _ONE: Final = frozenset({
     "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "items", "propertyNames", "then",
     "unevaluatedItems", "unevaluatedProperties",
 })  # fmt: skip
-"""Keywords whose value is a schema. Within `not` and `if`, to refuse more is to let more through."""
+"""Keywords whose value is a schema. `not` and `if` are left out: there, to refuse more is to let more through."""
 _LISTED: Final = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _NAMED: Final = frozenset({
     "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",

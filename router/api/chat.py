@@ -109,7 +109,7 @@ class ChatRenderer(OpenAiEvents):
             if not content and logprobs is None and not self._body.include_usage:
                 continue  # a token of a call's frame, or one that is held back
             events.append({"index": index, "delta": content, "logprobs": logprobs, "finish_reason": None})
-            logprobs = None  # a token's belong to the first event that it makes
+            logprobs = None  # they belong to the first event that the token makes
         if finish is not None:
             events.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish})
         return [self._chunk(delta, event) for event in events]

@@ -21,7 +21,7 @@ class Delta:
     token: Token | None
     finish: Finish | None
     opening: bool
-    """The first of its choice."""
+    """Whether this is the first of its choice."""
 
     def usage(self) -> dict[str, Any]:
         """Token counts of its choice up to here."""
@@ -40,7 +40,7 @@ def token_counts(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 def _ignore(delta: Delta) -> None:
-    """Nobody wants to know."""
+    """Do nothing."""
 
 
 class ChoiceCollector:
@@ -58,7 +58,7 @@ class ChoiceCollector:
         shown: frozenset[int] = frozenset(),
         echoes: bool = False,
     ) -> None:
-        """`shown` are special tokens that the text has all the same. What `echoes` answers with the prompt first."""
+        """`shown` are special tokens that the text keeps. `echoes`: the answer begins with the prompt."""
         self.index, self.prompt_ids = index, prompt_ids
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, shown)
         self._matcher = StopMatcher(stops)
@@ -78,7 +78,7 @@ class ChoiceCollector:
 
     @property
     def size(self) -> int:
-        """Tokens that its answer tells of so far."""
+        """Tokens that the choice's answer reports so far."""
         return len(self.tokens) + (len(self.prompt_ids) if self.echoes else 0)
 
     @property
@@ -116,7 +116,7 @@ class ChoiceCollector:
         return finish is None
 
     def settle(self) -> None:
-        """The sequence is over. What leads from it back to here would be a cycle, for the garbage collector to find."""
+        """Drop what leads from the finished sequence back to here: a cycle, for the garbage collector to find."""
         self.flight, self.on_delta = None, _ignore
 
     def _show(self, text: str, token: Token | None, finish: Finish | None) -> None:

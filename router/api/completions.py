@@ -80,7 +80,7 @@ async def _plan(
 
 
 async def _starts(served: ServedModel, body: CompletionRequest, caller: Caller) -> dict[int, list[int]]:
-    """The offset of each token of a prompt in its text, for prompts that are texts and will be told of."""
+    """The offsets of a prompt's tokens in its text, by prompt, for prompts that are texts and will be reported."""
     if not body.echo or body.logprobs is None:
         return {}
     starts, found = served.tokenizer.starts, dict[int, list[int]]()
@@ -91,7 +91,7 @@ async def _starts(served: ServedModel, body: CompletionRequest, caller: Caller) 
 
 
 async def _texts(served: ServedModel, parsed: Parsed[CompletionRequest], caller: Caller) -> dict[int, str]:
-    """The texts of prompts that will be told of."""
+    """The texts of prompts that will be echoed, by prompt."""
     if not parsed.body.echo:
         return {}
     found = dict[int, str]()
@@ -114,8 +114,8 @@ class CompletionRenderer(OpenAiEvents):
         texts: Mapping[int, str],
         starts: Mapping[int, Sequence[int]],
     ) -> None:
-        """`name` is the answer's id. `texts` are those of prompts that are told of; `starts` says of some of them where
-        their tokens begin."""
+        """`name` is the answer's id. `texts` are those of echoed prompts; `starts` has the offsets of the tokens of
+        some of them."""
         super().__init__(plain=body.logprobs is None and not body.return_token_ids and not body.continuous_usage)
         self._body, self._tokenizer = body, served.tokenizer
         self._head = {

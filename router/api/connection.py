@@ -43,11 +43,11 @@ LINGER_S: Final = 10.0
 FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
 
 LONGEST_FAULT: Final = 200
-"""Characters of what is said about bytes that are not HTTP; h11 repeats them."""
+"""The longest text, in characters, about bytes that are not HTTP: h11 repeats the bytes."""
 
 WRITE: Final = "hackkv.write"
 """An ASGI extension: a function that writes a piece of a stream of events, and does not wait as `send` may. It returns
-False, and has done nothing, where that would have to wait or where the answer is no such stream."""
+False, and does nothing, where it would have to wait or where the answer is no such stream."""
 
 _REMEMBERED: Final = 4096
 """Addresses whose owners need not be found again."""
@@ -66,7 +66,7 @@ class Census:
         self.total = 0
 
     def enter(self, address: str) -> HTTPError | None:
-        """Count a connection; `leave` follows, whatever this returns: the reason to refuse it, if there is one."""
+        """Count a connection. Returns the reason to refuse it, if there is one; `leave` follows in any case."""
         owner = self._owner(address)
         self.total += 1
         self._by_owner[owner] += 1
@@ -85,7 +85,7 @@ class Census:
             del self._by_owner[owner]
 
     def _find_owner(self, address: str) -> str:
-        """Whose share a connection takes: an address, or an IPv6 network, which one client has whole. "": nobody's."""
+        """The owner of a connection's share: an address, or an IPv6 network, which one client owns. "": nobody."""
         try:
             given = ip_address(address.partition("%")[0])
         except ValueError:
@@ -111,7 +111,7 @@ class _Requests(h11.Connection):
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self._chunks, self._bytes = 0, 0
         self.fault = h11.RemoteProtocolError("no HTTP")
-        """Why the peer was not understood, once it was not."""
+        """Why the peer was not understood, if it was not."""
 
     def next_event(self) -> Any:
         try:
@@ -152,7 +152,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         self._address = ""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._deaf = False
-        """Whatever still comes is dropped."""
+        """Whether everything that still comes is dropped."""
 
     # What asyncio calls ---------------------------------------------------------------------------------------------
 
@@ -226,8 +226,8 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _probe(self, pause_s: float) -> None:
-        """Write what a peer ignores that is still there, and does not take if it has left: `100 Continue` before an
-        answer, a comment between the events of a stream."""
+        """Write something that a peer ignores, and that fails if the peer has left: `100 Continue` before an answer, a
+        comment between the events of a stream."""
         if not self._has_request or self.transport.is_closing():
             return
         if not self.cycle.response_started:
@@ -276,7 +276,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         self.transport.close()
 
     def _refuse(self, error: HTTPError) -> None:
-        """Say what is wrong with the connection, unless an answer has begun that this would be taken for a part of."""
+        """Say what is wrong with the connection, unless an answer has begun: this would be taken for a part of it."""
         self._refused(error.status)
         if self._has_request and self.cycle.response_started:
             return

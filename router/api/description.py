@@ -1,6 +1,6 @@
 """`/openapi.json`: every route with its bodies, answers and errors, from the pydantic models.
 
-Routes read their bodies themselves, so that FastAPI does not know them. `describe` adds what it cannot see.
+Routes read their bodies themselves, so FastAPI does not know the bodies. `describe` adds what FastAPI cannot see.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ENDS: Final = {
     "/v1/messages": "; the last is message_stop, or error where the stream breaks off.",
 }
 _OF_NODES: Final = ("500", "502")
-"""Errors that no route makes which asks no node."""
+"""Errors that only a route that asks nodes makes."""
 _NO_KEY: Final = "a valid API key is required"
 _REFERENCE: Final = "#/components/schemas/{model}"
 

@@ -114,7 +114,7 @@ def envelope(error: BaseException) -> dict[str, dict[str, str | None]]:
 def told(error: BaseException, path: str | None, request_id: str = "") -> dict[str, Any]:
     """The body that goes with an error, in the shape of the path's API.
 
-    A connection may be refused before it has named a path (None). Clients of either API can read what it is told.
+    A connection may be refused before it has named a path (None). Clients of either API can read the body then.
     """
     if path is None:
         return {"type": "error", **envelope(error)}

@@ -29,7 +29,7 @@ class _Wait:
 @dataclass(slots=True)
 class _Client:
     at: float
-    """Its virtual time: the cost of the work that it has had."""
+    """The client's virtual time: the cost of the work that it has had."""
     waiting: deque[_Wait] = field(default_factory=deque)
     working: int = 0
 
@@ -78,7 +78,7 @@ class FairLine:
         self._forget()
 
     def _hand_out(self) -> None:
-        """Give free places to those who are next."""
+        """Give free places to the jobs that are next."""
         while self._free > 0 and (candidates := [one for one in self._clients.values() if self._can_begin(one)]):
             owner = min(candidates, key=lambda one: one.at)
             wait = next(wait for wait in owner.waiting if self._fits(wait))

@@ -14,9 +14,9 @@ from router.api.fields import is_tag
 
 
 def from_validation(error: ValidationError, kind: type[BaseModel]) -> RequestError:
-    """Name the field of a body of that kind that pydantic refused; if there is none, the most similar one too.
+    """The error that names the field that pydantic refused; for an unknown field, the most similar known one too.
 
-    A misspelt field is unknown, and the field that was meant is missing: the one that stands in the body is named.
+    If a field is misspelt, it is unknown and another one is missing: the error names the unknown one.
     """
     errors = error.errors(include_url=False, include_input=False)
     first = next((each for each in errors if _misspells(each, errors[0])), errors[0])

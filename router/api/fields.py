@@ -37,7 +37,7 @@ TEXT, PARTS, REFUSAL, OBJECT, ALLOWED = "<text>", "<parts>", "<refusal>", "<obje
 
 
 def fault(message: str, *where: str | int) -> NoReturn:
-    """Refuse a value: `where` leads from what is validated to the part at fault."""
+    """Refuse a value: `where` is the path from the validated value to the part at fault."""
     raise PydanticCustomError(FAULT, "{message}", {"message": message, "where": where})
 
 
@@ -47,7 +47,7 @@ def is_tag(name: str | int) -> bool:
 
 
 def of_kind(*kinds: str, told: str) -> BeforeValidator:
-    """For a field `type`: only these kinds. `told` says what there is, where a client names another kind."""
+    """For a field `type`: only these kinds. `told` says which kinds there are, if a client names another."""
 
     def check(kind: object) -> object:
         if isinstance(kind, str) and kind not in kinds:
@@ -96,7 +96,7 @@ class _Unsupported:
 
 @dataclass(frozen=True)
 class Ignored(_Unsupported):
-    """A hint. `why` says what would have followed it."""
+    """A hint without effect here. `why` gives the reason."""
 
     why: str
 

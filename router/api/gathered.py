@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Final
 
 GATHERED_BYTES: Final = 1 << 16
-"""Written at most before it is sent, however much more comes in the same round."""
+"""Bytes beyond which everything written is sent at once, however much more comes in the same round."""
 
 
 class Gathered(asyncio.Transport):

@@ -69,12 +69,12 @@ class Generation:
                 await asyncio.wait([tasks.create_task(self._serve(flight)) for flight in self._flights])
 
     async def _serve(self, flight: Flight) -> None:
-        """Serve a sequence. What nodes are asked meanwhile belongs to it."""
+        """Serve a sequence. Calls of nodes meanwhile belong to its trace."""
         token = TRAIL.set(Trail(flight.request.request_id, flight.span))
         try:
             await self._served.dispatcher.serve(flight)
         except asyncio.CancelledError as cancelled:
-            clear_frames(cancelled.__traceback__)  # they have the task, which will have the error: a cycle
+            clear_frames(cancelled.__traceback__)  # they hold the task, which will hold the error: a cycle
             raise
         finally:
             TRAIL.reset(token)
@@ -87,7 +87,7 @@ class Generation:
     async def settle(self, error: BaseException | None) -> None:
         """Count every sequence. Called when the last byte has been sent, or when none will follow.
 
-        Others run in between. Cancelled, it counts the rest at once.
+        Other tasks run in between. If it is cancelled, it counts the rest at once.
         """
         sequences = zip(self._flights, self.choices, strict=True)
         try:

@@ -1,8 +1,8 @@
 """Turns what clients ask for into grammars, in a process of its own: `python -m router.api.grammar_child FOLDER`.
 
 A grammar may be hostile. Compiling it may take long, take gigabytes, or overflow the stack, which ends the process.
-So the router lets this process try first (`router.api.grammars`), with less stack and memory than a node has. What
-compiles here compiles there.
+So the router lets this process try first (`router.api.grammars`), with less stack and memory than a node has. A grammar
+that compiles here compiles on nodes.
 
 Each line of the standard input is a form, as JSON; each line of the output its grammar or why there is none.
 """
@@ -73,7 +73,7 @@ def _body(kind: str, text: str, lenient: bool) -> dict[str, Any]:
 
 
 def _told_calendar(rule: re.Match[str]) -> str:
-    """A rule of a tool's parameters, whose dates are those of the calendar."""
+    """A rule of a tool's parameters that takes only dates of the calendar (`with_patterns`)."""
     return rule[1] + json.dumps(with_patterns(json.loads(rule[2])))
 
 

@@ -1,4 +1,4 @@
-"""From the forms that clients ask for to grammars that nodes can compile. Hostile ones end here, by name.
+"""Makes grammars that nodes can compile from the forms that clients ask for. Hostile ones are refused here, by name.
 
 A child process makes and compiles each grammar first (`router.api.grammar_child`). A grammar that takes too long or
 kills the child is refused, and the next one gets a new child. Forms that were asked for lately are not tried again.
@@ -69,7 +69,7 @@ class Grammars:
         await self._end_child()
 
     def _forget(self, form: Form, task: asyncio.Task[Verdict]) -> None:
-        """Keep the latest verdicts; one that was not reached is tried again by whoever asks next."""
+        """Keep the latest verdicts. A form without a verdict is tried again by whoever asks next."""
         if task.cancelled() or task.exception() is not None:
             self._verdicts.pop(form, None)
         done = [form for form, each in self._verdicts.items() if each.done()]

@@ -32,7 +32,7 @@ PAGE_FILES = "/page/"
 """The page's files lie below this path. They need no key either."""
 REQUEST_ID: Final = "x-request-id"
 ANTHROPIC_REQUEST_ID: Final = "request-id"
-"""The header in which Anthropic's clients look for the same."""
+"""The header in which Anthropic's clients look for the request's id."""
 API_KEY: Final = "x-api-key"
 """The header in which Anthropic's clients show the key."""
 _NAMED: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
@@ -95,7 +95,7 @@ class Gate:
         return f"{host} {key.decode('latin-1')}" if self._expected else str(host)
 
     def _knows(self, given: bytes) -> bool:
-        """Compares with every key, each in constant time. The scheme's case does not matter (RFC 9110, 11.1)."""
+        """Whether a key is known. Each comparison takes constant time. The scheme's case does not matter (RFC 9110)."""
         scheme, _, key = given.partition(b" ")
         is_known = any(hmac.compare_digest(key, expected) for expected in self._expected)
         return not self._expected or (scheme.lower() == b"bearer" and is_known)
@@ -121,13 +121,13 @@ def name_headers(path: str | None) -> tuple[str, ...]:
 
 
 def request_id(request: Request) -> str:
-    """The request's id: of the answer's header, of log lines, and part of every sequence's id."""
+    """The request's id, as in the answer's header and in log lines. Every sequence's id contains it."""
     named: str = request.state.request_id
     return named
 
 
 def arrival(request: Request) -> float:
-    """When the request's first byte was seen, on `perf_counter`."""
+    """The time when the request's first byte was seen, on `perf_counter`."""
     arrived: float = request.state.arrived
     return arrived
 
@@ -182,7 +182,7 @@ async def _received(request: Request) -> AsyncIterator[Data]:
 def _check_media_type(request: Request) -> None:
     """JSON only: a browser sends other kinds to any host, for any page, without asking that host first.
 
-    Clients that name no kind are taken at their word, except browsers, which name their page (`Origin`).
+    A client that names no kind is trusted, unless it is a browser, which names its page (`Origin`).
     """
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = given == "application/json" or (given.startswith("application/") and given.endswith("+json"))

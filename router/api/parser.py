@@ -1,10 +1,10 @@
 """A process that parses large bodies, so that the router's event loop never does.
 
-The router forks it while it has one thread, and they share the tokenizer; one that dies is started anew, with
-`python -m router.api.parser MODEL`. It holds one end of a socket pair, over which the router sends the socket of each
-job: `control`, or standard input. The process forks a child for the job. The child gives its memory back by ending, can
-be ended in the middle of anything, and shares the tokenizer with its parent without a copy. When the router closes a
-job's socket (its client left, or a deadline passed) the child ends at once. When the router closes its end, this
+The router forks it while the router has one thread, so both share the tokenizer. If it dies, it is started anew with
+`python -m router.api.parser MODEL`. It holds one end of a socket pair (`control`, or standard input), over which the
+router sends the socket of each job. The process forks a child for each job. The child gives its memory back by ending,
+can be ended in the middle of anything, and shares the tokenizer with its parent without a copy. When the router closes
+a job's socket (its client left, or a deadline passed) the child ends at once. When the router closes its end, this
 process ends.
 
 Messages are those of `router.packets`. A job is a `ParseJob` and the body; the answer is
@@ -70,7 +70,7 @@ class ParseJob:
 
 
 def answer(tokenizer: Tokenizer, job: ParseJob, data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Do a job."""
+    """Do a job. Returns the head of the answer, and the bytes that follow it."""
     try:
         body = validate(KINDS[job.kind], data, job.model_name, job.strict)
         conversations = Conversations(tokenizer, job.chat)

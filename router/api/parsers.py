@@ -37,7 +37,7 @@ _STOP_S: Final = 5.0
 
 
 class Parsers:
-    """Parses bodies in child processes. What forks them is forked by `fork`, or starts with the first job."""
+    """Parses bodies in child processes. The process that forks them comes from `fork`, or starts with the first job."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -101,7 +101,7 @@ class Parsers:
         return (await self._do(data, job))[1]
 
     async def _do(self, data: Data, job: ParseJob) -> tuple[dict[str, Any], bytes]:
-        """A child's answer. Raises the error that it told."""
+        """A child's answer. Raises the error that the child reported."""
         await self.start()
         ours, theirs = socket.socketpair()
         self.jobs += 1
@@ -153,8 +153,8 @@ class Parsers:
 
 
 def _become_parser(tokenizer: Tokenizer, control: socket.socket) -> NoReturn:
-    """Be the process that forks, to its end. Of what this process has copied, the event loop and its sockets are not
-    ours: they must not be used, and not be kept open."""
+    """Be the process that forks, to its end. The copies of the event loop and its sockets belong to the router: they
+    must be neither used nor kept open."""
     code = 1
     try:
         call_me("parser")

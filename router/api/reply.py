@@ -33,8 +33,8 @@ PIECE: Final = 16
 SENT_AT_ONCE: Final = 256 << 10
 """Bytes of an answer that are handed to the socket together."""
 SLICE_S, OTHERS_S = 0.002, 0.008
-"""For so long a larger answer is written before others run, and for so long they run then if they have enough to do. So
-one large answer takes a fifth of a busy event loop, and all of an idle one."""
+"""Seconds for which a larger answer is written before other tasks run, and the most seconds for which those run then.
+So one large answer takes a fifth of a busy event loop, and all of an idle one."""
 
 
 class TokenRows:
@@ -48,7 +48,7 @@ class TokenRows:
         return iter(self._rows)
 
     def listed(self) -> list[Any]:
-        """All of them, which from now on can be read again."""
+        """All rows, which can be read again from now on."""
         self._rows = rows = list(self._rows)
         return rows
 
@@ -76,8 +76,8 @@ def to_json(value: object) -> bytes:
 async def to_json_in_slices(value: dict[str, Any]) -> bytes:
     """The bytes of `to_json`, written in slices of time, between which others run.
 
-    A thread would be no help: each time that the event loop sends something, it would have to win the interpreter's
-    lock back from it.
+    A thread would not help: each time that the event loop sends something, the loop would have to win the interpreter's
+    lock back from the thread.
     """
     pieces, until = [], perf_counter() + SLICE_S
     for piece in _pieces(value):
@@ -121,7 +121,7 @@ class Renderer(Protocol):
         ...
 
     def written(self, delta: Delta) -> bytes:
-        """These events as a stream has them."""
+        """The events of `chunks`, as a stream has them."""
         ...
 
     def closing(self, generation: Generation) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ class Reply(Response):
             await self._break_off(caught, send)
         finally:
             await self._generation.settle(error)
-            if isinstance(error, Cancelled):  # nobody reads how it came here, and all of this request would be a cycle
+            if isinstance(error, Cancelled):  # nobody reads its traceback, which would keep this request in a cycle
                 error.__traceback__ = error.__context__ = None
 
     @abstractmethod
@@ -189,7 +189,7 @@ class Reply(Response):
         raise error
 
     async def _encoded(self, choices: Iterable[ChoiceCollector], value: dict[str, Any]) -> bytes:
-        """JSON that tells of these choices: of one large answer at a time."""
+        """JSON that tells of these choices. Only one large answer is encoded at a time."""
         if sum(choice.size for choice in choices) <= SMALL:
             return to_json(value)
         async with self._generation.writing:

@@ -50,7 +50,7 @@ class ChatTurns:
         self._messages: list[dict[str, Any]] = []
 
     def say(self, role: str, content: str | None, **more: Any) -> None:
-        """One more message."""
+        """Add a message."""
         last = self._messages[-1] if self._messages else {"role": ""}
         if self._merging and last["role"] == role and not more:
             last["content"] = "\n".join(text for text in (last["content"], content) if text)
@@ -58,7 +58,7 @@ class ChatTurns:
             self._messages.append({"role": role, "content": content, **more})
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """A call that the model made. `arguments` is JSON."""
+        """Add a call that the model made. `arguments` is JSON."""
         if not self._messages or self._messages[-1]["role"] != "assistant":
             self.say("assistant", None)
         call = ToolCall.model_validate({"id": call_id, "function": {"name": name, "arguments": arguments}})
@@ -66,7 +66,7 @@ class ChatTurns:
         last["tool_calls"] = (*last.get("tool_calls", ()), call)
 
     def messages(self) -> tuple[Message, ...]:
-        """All of them. Raises `RequestError` if there is none, or if there are too many."""
+        """All messages. Raises `RequestError` if there is none, or if there are too many."""
         if not self._messages:
             raise RequestError("messages holds nothing that is shown to the model", "messages")
         if len(self._messages) > MAX_MESSAGES:

@@ -39,9 +39,9 @@ MAX_N = 128
 MAX_DIGITS = 9
 """The most digits of a token id in `logit_bias`."""
 MAX_MESSAGES = 1 << 14
-"""Of one message."""
+"""The most messages of a conversation."""
 MAX_BIASES = MAX_STOP_TOKENS = 1 << 12
-"""Longer lists of these would hold up the router and the nodes, which read them with every sequence."""
+"""The most entries of these lists. Longer ones would hold up the router and the nodes, which read them per sequence."""
 
 Prompt = str | tuple[int, ...]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31), Whole()]
@@ -175,7 +175,7 @@ class CompletionRequest(Generate):
     suffix: Annotated[Any, Refused("text is continued at its end only", ("",))] = None
 
     def stand_in(self, *, repeated: bool) -> dict[str, Any]:
-        """As many prompts, of the same kind."""
+        """As many prompts of the same kinds, empty unless the answer repeats them."""
         keeps = repeated and self.echo
         return {"prompt": [(each if keeps else "") if isinstance(each, str) else [] for each in self.prompt]}
 

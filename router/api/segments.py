@@ -38,7 +38,7 @@ class Segment:
 
     @property
     def text(self) -> str:
-        """All that it holds so far."""
+        """The text so far."""
         return "".join(self.pieces)
 
 

@@ -1,7 +1,7 @@
 """Server-sent events: one or some for each token.
 
 The headers wait for the first event, so a request that fails before it has a proper status. After that an error is
-one event, and the stream ends without what ends it in good order.
+one event, and the stream ends without `Renderer.end`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would otherwise collect the events
 ]
 _TEXT: Final = "<text>"
-"""Stands for a text that is not known yet. Nothing that comes after a text in an event is written so."""
+"""Stands for a text that is not known yet. Nothing that follows the text in an event looks like it."""
 
 
 class StreamReply(Reply):
@@ -38,7 +38,7 @@ class StreamReply(Reply):
         super().__init__(generation, renderer)
         self._deltas: deque[Delta] = deque()
         self._unsent = b""
-        """Events that a delta became; renderers see each delta once."""
+        """Events of a delta that are not sent yet. They are kept, since renderers see each delta once."""
         self._news = asyncio.Event()
         self._produced = self._sending = False
         self._write: Callable[[bytes], bool] | None = None
@@ -75,7 +75,7 @@ class StreamReply(Reply):
         self._news.set()
 
     def _take(self, delta: Delta) -> None:
-        """Write a delta at once, which spares the task that sends a turn for each token, or leave it to that task."""
+        """Write a delta now, or leave it to the task that sends. Writing now saves that task a turn per token."""
         waits = not self._started or self._sending or self._unsent or self._deltas
         if self._write is None or waits or _is_long(delta):
             self._deltas.append(delta)
@@ -115,7 +115,7 @@ class StreamReply(Reply):
 
 
 def _is_long(delta: Delta) -> bool:
-    """Whether its events may tell of all tokens: those of the prompt, or of the answer."""
+    """Whether the events of `delta` may tell of all tokens of the prompt or of the answer."""
     return delta.opening or delta.finish is not None
 
 
@@ -155,7 +155,7 @@ class OpenAiEvents(Events):
         return b"data: ", b"\n\n"
 
     def written(self, delta: Delta) -> bytes:
-        """See `Renderer`. Of plain events only the text is written anew."""
+        """See `Renderer`. Only the text of a plain event is encoded; the bytes around it are kept."""
         index = delta.choice.index
         if not self._plain or _is_long(delta):
             return super().written(delta)

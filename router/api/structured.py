@@ -35,7 +35,7 @@ class FormKind(StrEnum):
     GRAMMAR = "grammar"
     """Lark, or GBNF as llama.cpp has it."""
     LARK = "lark"
-    """Lark for certain: ours."""
+    """Lark that this program wrote."""
 
 
 class Thinking(StrEnum):
@@ -57,7 +57,7 @@ class Form:
     param: str
     """The field that asked for it, for errors."""
     lenient: bool = False
-    """Keywords of JSON Schema that cannot be enforced are ignored."""
+    """Whether keywords of JSON Schema that cannot be enforced are ignored."""
     thinking: Thinking = Thinking.NEVER
 
 

@@ -1,6 +1,6 @@
 """Questions about texts and tokens, which need no node: POST /tokenize and /detokenize, as vLLM has them.
 
-Answers are made where bodies are parsed (`router.api.prompts`), so a long one holds up nobody either.
+Answers are made where bodies are parsed (`router.api.prompts`), so a long one does not hold up the event loop.
 """
 
 from __future__ import annotations

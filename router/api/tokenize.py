@@ -75,7 +75,7 @@ def tokenize(conversations: Conversations, body: Prompted, bounds: Bounds) -> li
 
 
 def check_token_ids(tokenizer: Tokenizer, ids: Collection[int], param: str) -> None:
-    """Raises `RequestError` if the model has no such token, and says where it stands in a sequence."""
+    """Raises `RequestError` if the model lacks one of the tokens, and says where it stands in a sequence."""
     size = tokenizer.vocab_size
     if ids and (min(ids) < 0 or max(ids) >= size):
         index, bad = next((index, token) for index, token in enumerate(ids) if not 0 <= token < size)
@@ -92,7 +92,7 @@ def check_prompt(tokens: int, bounds: Bounds, param: str, least: str = "") -> No
 
 
 def _completion(conversations: Conversations, body: CompletionRequest, bounds: Bounds) -> list[tuple[int, ...]]:
-    """Checks ids that the client chose. An empty prompt becomes BOS if there is one."""
+    """Token ids of each prompt. Ids that the client chose are checked. An empty prompt becomes BOS if there is one."""
     tokenizer = conversations.tokenizer
     _check_sequences(len(body.prompt) * body.n, bounds)
     encoded = []

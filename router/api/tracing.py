@@ -35,14 +35,14 @@ class HttpCall:
     traceparent: str = ""
     """The trace header of its answer; empty if it has none."""
     status: int = 0
-    """0 while there is no answer."""
+    """The status of its answer; 0 while there is none."""
 
 
 @contextmanager
 def answering(scope: Scope, route: str, request_id: str, arrived: float, spans: ProcessTracer) -> Iterator[HttpCall]:
     """Trace and log what is done in the block for a request, and in the tasks that it starts.
 
-    The span has the name of its `route`, and none of its path, which may be whatever a client comes up with.
+    The span is named after its `route`, not after its path, which a client chooses freely.
     """
     if scope["method"] != TRACED:
         yield HttpCall()
@@ -77,7 +77,7 @@ def answering(scope: Scope, route: str, request_id: str, arrived: float, spans: 
 
 
 def trace_sequence(flight: Flight, outcome: Outcome) -> None:
-    """End the span of a sequence that is over: with a span for each state that it was in, and its account."""
+    """End the span of a sequence that is over. It gets a span for each state of the sequence, and its account."""
     marks, span = flight.life.marks, flight.span
     if isinstance(span, NoSpan):
         return

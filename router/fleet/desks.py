@@ -81,7 +81,7 @@ class PrefillDesk:
         return False
 
     def take(self, demand: Demand) -> Booking[PrefillNode] | None:
-        """Book a node, if one takes requests. What it holds of the prompt is no work."""
+        """Book a node, if one takes requests. Tokens of the prompt that the node holds are no work."""
         member = self._choose(demand, demand.marks)
         if member is None:
             return None
@@ -129,7 +129,7 @@ class DecodeDesk:
         return booking
 
     async def book(self, demand: Demand) -> Booking[DecodeNode]:
-        """Like `try_book`, but stand in line."""
+        """Book room as `try_book` does; if there is none, wait in line."""
         return self.try_book(demand) or await self._line.wait(demand)
 
     def serve(self) -> None:

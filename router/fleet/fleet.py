@@ -37,7 +37,7 @@ class Fleet:
     ) -> None:
         """`now` defaults to the event loop's clock. `remember_s` is how long a node that left may come back.
 
-        `by_prefix` says whether it matters to the choice of nodes what they hold of a prompt.
+        `by_prefix` says whether the choice of nodes considers what they hold of a prompt.
         """
         now = now or asyncio.get_running_loop().time
         prefill = Roster(Role.PREFILL, dial_prefill, lease_ttl_s, remember_s, now)

@@ -15,9 +15,9 @@ class Health:
     suspended_until: float = 0.0
     """Until then requests use the node only if there is no other."""
     probing: bool = False
-    """The suspension is over, and one request is finding out whether the node works again."""
+    """Whether the suspension is over and one request is finding out whether the node works again."""
     doubted: bool = False
-    """A connection broke, and the node has not reported since. It may be dead, so it gets no request."""
+    """Whether a connection broke and the node has not reported since. It may be dead, so it gets no request."""
 
     def usable(self, now: float) -> bool:
         """Whether requests may go there."""

@@ -1,7 +1,7 @@
-"""Which pages nodes hold, as far as the router knows: what they report, and what it expects of requests since then.
+"""The pages that nodes hold, as far as the router knows: those that they report, and those that it expects since then.
 
-Pages are known by their marks (`hackkv.page_names`), which the router makes itself from tokens. A mark is a hint, and
-so is all of this: a node compares tokens and says what it really holds. A wrong guess costs time, nothing else.
+Pages are known by their marks (`hackkv.page_names`), which the router makes itself from tokens. Marks are hints: a
+node compares tokens and says what it really holds. A wrong guess costs time, nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hackkv.nodes import NodeInfo
 from hackkv.page_names import MARK_BYTES, MOST_MARKS, Naming
 
 MOST_MARKED: Final = 1024
-"""Pages of one prompt that are looked for: naming a page takes 2 us of the event loop."""
+"""The most pages of one prompt that are looked for: naming a page takes 2 us of the event loop."""
 
 Marks = Sequence[bytes]
 """The marks of a prompt's first pages, in order."""
@@ -23,12 +23,12 @@ class Holdings:
     """The pages of one node. Its reports may leave some out."""
 
     def __init__(self, settled_s: float) -> None:
-        """After `settled_s` seconds a page is in the node's reports or was not kept."""
+        """An expected page is in the node's reports after `settled_s` seconds, or was not kept."""
         self._settled_s = settled_s
         self._packed = b""
         self._reported: frozenset[bytes] = frozenset()
         self._expected: dict[bytes, float] = {}
-        """Mark -> when it is believed no more."""
+        """Mark -> the time until which the page is expected."""
         self.keeps = False
         """Whether the node keeps pages at all."""
 

@@ -38,9 +38,9 @@ class Shared:
     booked: Booked = field(default_factory=Booked)
     """The share that their requests hold."""
     spoke: bool = False
-    """The node sent something to a request."""
+    """Whether the node sent something to a request."""
     marks: deque[bytes] = field(default_factory=lambda: deque(maxlen=MOST_MARKS))
-    """Pages that requests of this process bring it to hold."""
+    """Marks of pages that requests of this process make the node hold."""
 
 
 class Member(Generic[NodeT]):
@@ -73,7 +73,7 @@ class Member(Generic[NodeT]):
 
     @property
     def key(self) -> str:
-        """Its name among the nodes of both roles."""
+        """The node's name among the nodes of both roles."""
         return f"{self.info.role} {self.info.node_id}"
 
     @property
@@ -83,7 +83,7 @@ class Member(Generic[NodeT]):
 
     @property
     def draining(self) -> bool:
-        """The node is about to stop: it finishes its requests, and this process of the node gets no new ones."""
+        """Whether the node is about to stop. It then finishes its requests, and this process of it gets no new ones."""
         return self.info.draining or self._let_go
 
     @property
@@ -104,12 +104,12 @@ class Member(Generic[NodeT]):
         return self.holdings.pages(marks) * self.info.page_tokens
 
     def prefill_load(self, marks: Marks = ()) -> PrefillLoad:
-        """Snapshot for the policy, and for a prompt."""
+        """Snapshot for the policy; `marks` are those of the prompt in question."""
         held = self.held_tokens(marks)
         return PrefillLoad(self.node_id, self.load.tokens, self.chosen_at, self.health, self.draining, held)
 
     def decode_load(self, marks: Marks = ()) -> DecodeLoad:
-        """Snapshot for the policy, and for a prompt."""
+        """Snapshot for the policy; `marks` are those of the prompt in question."""
         info = self.info
         return DecodeLoad(
             info.node_id,
@@ -129,7 +129,7 @@ class Member(Generic[NodeT]):
         self.alive(now)
 
     def alive(self, now: float) -> None:
-        """The lease begins anew."""
+        """Begin the lease anew."""
         self.expires_at = max(self.expires_at, now + self._ttl_s)
 
     def expect(self, marks: Marks, now: float) -> None:

@@ -29,7 +29,7 @@ class Demand:
     marks: Marks = ()
     """Marks of the prompt's first pages, which nodes may hold."""
     recovering: bool = False
-    """The request was placed on nodes before. A full line does not turn it away."""
+    """Whether the request was placed on nodes before. A full line does not turn it away then."""
 
     def is_no_less_than(self, other: Demand) -> bool:
         """Whether every node without room for `other` has no room for this demand either."""
@@ -45,7 +45,7 @@ class Ageing:
     max_passed: int
 
     def over(self, ticket: Ticket, now: float) -> bool:
-        """Whether nobody may pass it any more."""
+        """Whether no request may pass `ticket` any more."""
         return now - ticket.since >= self.ageing_s or ticket.passed >= self.max_passed
 
 

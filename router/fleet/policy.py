@@ -1,4 +1,4 @@
-"""Which node gets a request: pure functions over snapshots of the fleet.
+"""The choice of a node for a request: pure functions over snapshots of the fleet.
 
 Prefill: token-weighted shortest queue (HACK, section 7.1). Decode: fewest outstanding tokens among those with room.
 Tokens of the prompt that a node holds are no work there. So a node that holds much of a prompt gets it, unless another
@@ -37,7 +37,7 @@ class PrefillLoad:
     health: Health = _WELL
     draining: bool = False
     held_tokens: int = 0
-    """Tokens of the prompt in question that it need not compute."""
+    """Tokens of the prompt in question that the node need not compute."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Roster(Generic[NodeT]):
             member.expires_at += seconds
 
     def known(self) -> list[NodeInfo]:
-        """Last reports of nodes that are here or may come back. If none is here, of all nodes that ever were."""
+        """Last reports of nodes that are here or may come back; if none is here, of all nodes that ever were."""
         now, here = self._now(), [member.info for member in self._here.values()]
         return here + [info for info, since in self._away.values() if not here or now - since < self._remember_s]
 

@@ -18,14 +18,14 @@ from router.fleet.membership import Membership
 
 Report = dict[str, Any]
 """`booked`: node -> [tokens, pages, requests]; `spoke`: nodes; `marks`: node -> marks in hex; `waiting`: sequences in
-line. Nodes are named by `Member.key`. It can be written as JSON."""
+line. Nodes are named by `Member.key`. A report can be written as JSON."""
 
 REPORTS_PER_LEASE: Final = 4
 """Reports that are made in the time of a lease even if nothing changes."""
 
 
 class Sharing:
-    """One process's part. Processes are known by their names."""
+    """One process's part in the sharing. Processes are known by their names."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which wire takes KV from one node to another. A node that shares no wire with its peers is refused."""
+"""The wire that takes KV from one node to another. A node that shares no wire with its peers is refused."""
 
 from __future__ import annotations
 

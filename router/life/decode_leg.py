@@ -26,11 +26,11 @@ class DecodeLeg:
         self.booking, self.job = booking, job
         self.events: AsyncIterator[DecodeEvent] = booking.node.decode(job)
         self.landed = False
-        """The decode node says that it has the KV."""
+        """Whether the decode node says that it has the KV."""
         self.held = NOTHING_HELD
         """KV of the prompt that the node has already."""
         self.handed_off = False
-        """The prefill node says that the decode node has the KV."""
+        """Whether the prefill node says that the decode node has the KV."""
         self.push_over = asyncio.Event()
         """Set when the prefill node has nothing more to say of its push."""
         self._alarm = Alarm()
@@ -56,7 +56,7 @@ class DecodeLeg:
         self.booking.worked()
 
     async def land(self, marks: Marks) -> Landed:
-        """Wait for the KV of the prompt, of whose first pages these are the marks."""
+        """Wait for the KV of the prompt. `marks` are those of its first pages."""
         landed = await expect(self.events, Landed, f"decode node {self.node_id}")
         self.booking.will_hold(marks)
         self.landed = True
@@ -72,7 +72,7 @@ class DecodeLeg:
         await hand_on(self.events, heard)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises if before that the node is lost, or `push_failed` or `fail` is called."""
+        """The result of `work`. Raises if the node is lost, or `push_failed` or `fail` is called, before that."""
         return await self.booking.guard(work, self._alarm)
 
     def fail(self, error: HackkvError) -> None:

@@ -47,7 +47,7 @@ class Dispatcher:
         self._observer, self._deadlines, self._limits = observer, deadlines, limits
         self.inflight = 0
         self.closing = False
-        """No new requests are taken."""
+        """Whether new requests are refused."""
         self._idle = asyncio.Event()
         self._scopes: set[asyncio.Timeout] = set()
         """The overall deadline of each request in flight. `close` moves it to now, which ends the request."""

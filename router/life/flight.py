@@ -27,7 +27,7 @@ class Output:
         self.at_s: list[float] = []
         """When each token was handed to the client, in seconds since arrival."""
         self.complete = False
-        """The client has every token, or wants no more. Later failures do not concern it."""
+        """Whether the client has every token, or wants no more. Later failures do not concern it then."""
         self.diverged = 0
         """Replayed tokens that differ from those the client already has."""
 

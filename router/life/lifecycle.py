@@ -48,7 +48,7 @@ class Lifecycle:
         """Called when the deadline of a `retried` state passes. None while the request has no decode node to leave."""
         self._deadlines, self._kv_tokens = _DEADLINES, 0
         self._limit_s: float | None = None
-        """Of the state that the request is in."""
+        """The limit of the state that the request is in."""
         self._scope: asyncio.Timeout | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0

@@ -20,7 +20,7 @@ class News:
         self._flight, self._receivers, self._windows = flight, receivers, windows
         self._has_handoff = has_handoff
         self.served = asyncio.Event()
-        """The client has all it wants."""
+        """Set when the client has all it wants."""
 
     def take_token0(self, prefilled: Prefilled) -> None:
         """The prompt is computed. The request is served if it ends with token 0."""

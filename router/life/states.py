@@ -43,7 +43,7 @@ class Rule:
     next: frozenset[RequestState]
     """States that may follow. A state may also follow itself, which renews its deadline."""
     retried: bool = False
-    """When the deadline passes, another decode node is tried; else the request fails with a 504."""
+    """Whether another decode node is tried when the deadline passes. If not, the request fails with a 504."""
 
 
 _S = RequestState

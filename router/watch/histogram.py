@@ -11,11 +11,11 @@ from prometheus_client import Histogram
 
 
 class BulkHistogram(Histogram):
-    """Takes what a whole sequence has to tell in one call: a hundred sequences may end together, each with hundreds of
+    """Takes all observations of a sequence in one call: a hundred sequences may end together, each with hundreds of
     tokens."""
 
     def observe_all(self, amounts: Sequence[float]) -> None:
-        """Do what `observe` does with each of them. If the family has labels, this is for one of its series."""
+        """Do what `observe` does with each amount. If the family has labels, this is for one of its series."""
         self._sum.inc(sum(amounts))
         for nth, count in Counter(map(partial(bisect_left, self._upper_bounds), amounts)).items():
             self._buckets[nth].inc(count)

@@ -46,7 +46,7 @@ class UnderWay:
 
     sequences: int = 0
     tokens: int = 0
-    """Tokens that the sequences have by now."""
+    """Output tokens of the sequences so far."""
 
     def __add__(self, other: UnderWay) -> UnderWay:
         return UnderWay(self.sequences + other.sequences, self.tokens + other.tokens)
@@ -69,7 +69,7 @@ class Journal:
         self.started = time()
         """Start in Unix time, which tells this process of the router from an earlier one."""
         self.elsewhere = UnderWay()
-        """In other processes of the router."""
+        """Sequences on their way in other processes of the router."""
         self._live: dict[int, Flight] = {}
         self._totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
         self._ended: deque[dict[str, Any]] = deque(maxlen=ENDED)
@@ -84,7 +84,7 @@ class Journal:
 
     @property
     def under_way(self) -> UnderWay:
-        """In this process."""
+        """Sequences on their way in this process."""
         return UnderWay(len(self._live), sum(len(flight.output.token_ids) for flight in self._live.values()))
 
     async def run(self) -> None:

@@ -26,10 +26,10 @@ from router.watch.histogram import BulkHistogram
 from router.watch.node_metrics import FleetGauges
 
 SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""prometheus_client reads it when it is imported."""
+"""The environment variable that prometheus_client reads when it is imported."""
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _SERIES = 64
-"""Series of one family that are at hand."""
+"""Series of one family that are cached."""
 _REFUSALS = (400, 401, 404, 408, 413, 415, 429, 503)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
@@ -181,7 +181,7 @@ class Metrics:
         self._inflight.inc()
 
     def left(self) -> None:
-        """A sequence is not the router's any more."""
+        """A sequence has left the router."""
         self._inflight.dec()
 
     def refused(self, status: int) -> None:

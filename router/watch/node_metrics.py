@@ -23,7 +23,7 @@ class FleetGauges(Collector):
         self._fleet, self._model, self._taken = fleet, model_name, taken
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """The fleet now."""
+        """The series of the fleet as it is now."""
         nodes = GaugeMetricFamily("hackkv_nodes", "Nodes with a live lease, by role (count).", labels=["role"])
         draining = GaugeMetricFamily("hackkv_nodes_draining", "Those that are about to stop (count).", labels=["role"])
         for role in Role:
@@ -79,7 +79,7 @@ class FleetGauges(Collector):
             yield family
 
     def _losses(self) -> Iterator[GaugeMetricFamily]:
-        """Losses of the codec, of nodes that measured it when they started."""
+        """Losses of the codec, as nodes measured them when they started."""
         for name, text, field in (
             ("kl", "KL divergence of the codec from exact KV, mean over positions (nats).", "kl"),
             ("top1_agreement", "Share of positions whose first choice is that of exact KV (1 = all).", "top1"),

@@ -46,14 +46,14 @@ ASK_S: Final = 2.0
 
 @dataclass(eq=False, slots=True)
 class RouterWorker:
-    """A process that runs."""
+    """A worker: its process, and the link to it."""
 
     name: str
     process: Process
     link: WorkerLink
     under_way: UnderWay = field(default_factory=UnderWay)
     failure: HackkvError | None = None
-    """Why it could not start, as it says itself."""
+    """Why the worker could not start, as it reports."""
 
     async def kill(self) -> int:
         """End it, if it still runs; return its exit code."""
@@ -111,7 +111,7 @@ class Leader:
     # Workers --------------------------------------------------------------------------------------------------------
 
     async def _start(self, name: str, http: socket.socket) -> RouterWorker:
-        """Start a worker and wait until it serves. Raises what it says, or `NodeLost`."""
+        """Start a worker and wait until it serves. Raises the error that the worker reports, or `NodeLost`."""
         ours, theirs = socket.socketpair()
         with theirs, beside(http) as listener:
             process = await asyncio.create_subprocess_exec(
@@ -152,7 +152,7 @@ class Leader:
                 log.error("%s", error)
 
     def _forget(self, worker: RouterWorker) -> None:
-        """Its requests are gone with it."""
+        """Drop a worker that has ended. Its requests are gone with it."""
         worker.link.close()
         worker.under_way = UnderWay()
         self._add_up()
@@ -187,7 +187,7 @@ class Leader:
             log.exception("worker %s said what cannot be understood", worker.name)
 
     async def _requests(self, after: int) -> dict[str, Any]:
-        """The journal's, with what all workers have on its way. One that does not answer has nothing."""
+        """The journal's requests, with those on their way in all workers. A worker that does not answer has none."""
         told = await self.journal.requests(after)
         asked = (worker.link.ask("live", None, ASK_S) for worker in self._workers.values())
         for live in await asyncio.gather(*asked, return_exceptions=True):

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE: Final = 64 << 20
 """Bytes. The largest honest message is the list of all sequences on their way."""
 MAX_UNREAD: Final = 16 << 20
-"""Bytes that wait for an end that does not read. With more it counts as dead."""
+"""The most bytes that wait for an end that does not read. With more, that end counts as dead."""
 
 _GONE: Final = "another process of the router has ended"
 
@@ -29,7 +29,7 @@ Answer = Callable[[str, Any], Awaitable[Any]]
 
 
 class WorkerLink:
-    """One end. What is told or asked first is heard first. Made by `over`; `close` ends it."""
+    """One end of the socket. Messages are heard in the order of sending. Made by `over`; `close` ends it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -63,7 +63,7 @@ class WorkerLink:
             del self._questions[number]
 
     async def run(self, hear: Hear, answer: Answer) -> None:
-        """Take what the other end says until it is gone. Then questions fail."""
+        """Take what the other end says until it is gone. Open questions fail then."""
         tasks = set[asyncio.Task[None]]()
         try:
             while True:

@@ -48,7 +48,7 @@ class LeadersJournal(Journal):
         self._link.tell("ended", [account, prefilled])
 
     async def cluster(self, after: int) -> dict[str, Any]:
-        """The leader's answer, with the nodes that have left the fleet of this process as gone: leases do not end in
+        """The leader's answer. Nodes that have left the fleet of this process count as gone, since leases do not end in
         all processes at once. Raises `Unavailable` if the leader says nothing."""
         told: dict[str, Any] = await self._link.ask("cluster", after, ASK_S)
         self.see_nodes()

@@ -1,9 +1,9 @@
 """The cache of converted GGUF files: a folder per file, dtype and packing, in Hugging Face's form with fused weights.
 
 A folder is named by the SHA-256 of the whole file, so another file of the same name is another folder, and by the
-version of this conversion. It is made beside its place, under a lock, and renamed when it is complete and on the disk:
-who sees it sees all of it. It lies in the user's cache folder (`XDG_CACHE_HOME`), and may be deleted at any time that
-no process uses it.
+version of this conversion. It is made beside its place, under a lock, and renamed when it is complete and on the disk,
+so a process that sees a folder sees all of it. It lies in the user's cache folder (`XDG_CACHE_HOME`), and may be
+deleted at any time that no process uses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VERSION = 1
 """Increases with every change of what a conversion writes."""
 
 CONVERSION = "hackkv.model.gguf.conversion"
-"""The module that converts; loaded when a file is to be: what is here already is found without it."""
+"""The module that converts. It is loaded for a conversion only: converted files are found without it."""
 
 
 def cache_root() -> Path:

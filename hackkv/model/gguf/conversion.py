@@ -37,7 +37,7 @@ def write_folder(path: Path, folder: Path, dtype: torch.dtype, on_bytes: OnBytes
     try:
         spec = read_spec(folder)
     except CheckpointError as error:
-        # The fields that it names have come from the file's.
+        # The fields that the error names come from the GGUF file.
         raise CheckpointError(f"{path}: {str(error).removeprefix(f'{folder}{os.sep}')}") from error
     with GgufTensors(header, spec, architecture.permuted) as tensors:
         bits = _bits(spec, tensors, packing)
@@ -48,7 +48,7 @@ def write_folder(path: Path, folder: Path, dtype: torch.dtype, on_bytes: OnBytes
 
 
 def _bits(spec: ModelSpec, tensors: GgufTensors, packing: Packing) -> dict[str, int]:
-    """The fused tensors that are packed. Where the file has parts in several forms, it counts as having numbers."""
+    """The fused tensors that are packed. A tensor whose parts have several forms in the file counts as numbers."""
     found, shapes = dict[str, int](), fused_shapes(spec)
     for name, parts in fused_parts(spec).items():
         held = {tensors.held(part) for part in parts}

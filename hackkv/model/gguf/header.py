@@ -78,7 +78,7 @@ class TensorEntry:
     offset: int
     """First byte, from the beginning of the file."""
     size: int
-    """Bytes."""
+    """Bytes of the tensor."""
 
     @property
     def row_bytes(self) -> int:
@@ -230,7 +230,7 @@ class _Cursor:
         return CheckpointError(f"{self.path}: {complaint}")
 
     def take(self, size: int, what: str) -> bytes:
-        """The next `size` bytes; `what` is read, for the complaint."""
+        """The next `size` bytes. `what` names them in a complaint."""
         if size > self.left:
             raise self.fail(f"{what}: truncated: {size} bytes expected at byte {self.done}, {self.left} are left")
         if self.done + size > MAX_HEADER:
@@ -246,7 +246,7 @@ class _Cursor:
         return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}"), what))[0]
 
     def count(self, what: str, most: int) -> int:
-        """A number of things, at most `most`."""
+        """A count of items, at most `most`."""
         value: int = self.number("Q", what)
         if value > most:
             raise self.fail(f"{what}: {value} items are more than the {most} that we read")

@@ -22,7 +22,7 @@ from hackkv.model.gguf.packed import HELD, codes_of
 from hackkv.model.layout import split_shapes
 
 BLOCK_VALUES = 1 << 22
-"""Values that are turned into numbers at a time: 16 MiB of float32, and some as much again on the way."""
+"""Values that are turned into numbers at a time: 16 MiB of float32, and about as much again for the conversion."""
 
 TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -86,7 +86,7 @@ class GgufTensors:
         return HELD.get(self._entries[name].kind)
 
     def codes(self, name: str, bits: int) -> Iterator[Codes]:
-        """As `rows`, but codes: those of the file if they have so many bits, else the nearest."""
+        """Codes of the tensor's rows, in blocks: those of the file if they have `bits` bits, else the nearest."""
         kind = self._entries[name].kind
         for rows in self._blocks(name):
             yield codes_of(rows, kind) if HELD.get(kind) == bits else nearest_codes(_numbers(rows, kind), bits)

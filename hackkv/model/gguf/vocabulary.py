@@ -46,7 +46,7 @@ class Splitting:
     """Whether a text begins with BOS where `tokenizer.ggml.add_bos_token` is missing."""
 
     def build(self) -> PreTokenizer:
-        """The library's object for it."""
+        """The library's pre-tokenizer for these rules."""
         if self.digits:
             last = pre_tokenizers.ByteLevel(add_prefix_space=False)
             return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), last])

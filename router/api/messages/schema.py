@@ -122,7 +122,7 @@ class CustomTool(Strict):
     allowed_callers: Annotated[Any, Refused(_ALONE, (["direct"], []))] = None
 
     def told(self) -> Tool:
-        """As the chat route has it."""
+        """The tool as the chat route has it."""
         function = Function(
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )
@@ -144,7 +144,7 @@ class Choice(Strict):
         return self
 
     def told(self, has_tools: bool) -> str | ToolChoice | None:
-        """As the chat route has it."""
+        """The choice as the chat route has it."""
         if self.type == "tool":
             return ToolChoice(type="function", function=FunctionName(name=self.name or ""))
         if self.type == "auto":

@@ -30,7 +30,7 @@ class ResponsesRenderer(NamedEvents):
     def __init__(
         self, served: ServedModel, body: ResponsesRequest, name: str, segments: Segments, sampling: Sampling
     ) -> None:
-        """`name` is the answer's id; `sampling` is what the request came to."""
+        """`name` is the answer's id; `sampling` has the request's settings, defaults included."""
         self._body, self._tokenizer, self._segments = body, served.tokenizer, segments
         self._name = name
         self._sent = 0
@@ -93,7 +93,7 @@ class ResponsesRenderer(NamedEvents):
         return {"type": kind, "sequence_number": self._sent - 1, **fields}
 
     def _events(self, step: Step, finish: Finish | None) -> Iterator[dict[str, Any]]:
-        """The events of one step; a part of an item is one more level of them."""
+        """The events of one step: those of the item and, unless it is a call, those of its one part."""
         segment = step.segment
         place: dict[str, Any] = {"output_index": segment.index}
         inner = {**place, "item_id": self._id(segment)}

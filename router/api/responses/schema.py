@@ -185,7 +185,7 @@ class FunctionChoice(Strict):
     name: str
 
     def chat(self) -> ToolChoice:
-        """As the chat route has it."""
+        """The choice as the chat route has it."""
         return ToolChoice(type="function", function=FunctionName(name=self.name))
 
 
@@ -197,7 +197,7 @@ class AllowedFunctions(Strict):
     tools: Annotated[tuple[FunctionChoice, ...], Field(min_length=1, max_length=MAX_TOOLS, strict=False)]
 
     def chat(self) -> AllowedChoice:
-        """As the chat route has it."""
+        """The choice as the chat route has it."""
         tools = tuple(tool.chat() for tool in self.tools)
         return AllowedChoice(type="allowed_tools", allowed_tools=AllowedTools(mode=self.mode, tools=tools))
 
@@ -225,7 +225,7 @@ class TextFormat(Strict):
         return self
 
     def response_format(self) -> ResponseFormat:
-        """As the chat route has it."""
+        """The format as the chat route has it."""
         schema = None
         if self.type == "json_schema":
             given = {"name": self.name, "description": self.description, "strict": self.strict}

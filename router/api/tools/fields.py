@@ -21,8 +21,8 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 def read_arguments(text: str) -> dict[str, Any] | str:
-    """A call's arguments as an object. A client can send back whatever a model wrote: what `max_tokens` cut off is read
-    as far as it goes, and what stands in braces but is no JSON stays a text.
+    """A call's arguments as an object. A client may send back whatever a model wrote. Arguments that `max_tokens` cut
+    off are read as far as they go. A text in braces that is no JSON stays a text.
 
     Raises `ValueError`, which says what is wrong.
     """
@@ -41,7 +41,7 @@ def _read(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # behind what is complete
+        if error.msg == "Extra data":  # after a complete value
             raise
         try:
             found: object = from_json(text, allow_partial="trailing-strings")
@@ -52,7 +52,7 @@ def _read(text: str) -> object:
 
 
 def json_object(value: object) -> object:
-    """Refuse a text that `read_arguments` does; everything else is left to the next validator."""
+    """Refuse a text that `read_arguments` refuses; everything else is left to the next validator."""
     if isinstance(value, str):
         try:
             read_arguments(value)
@@ -146,8 +146,8 @@ class ToolCall(Strict):
     """Sent back by clients that put it together from a stream; has no effect."""
 
     def rendered(self, param: str) -> dict[str, Any]:
-        """As chat templates want it, the arguments as `read_arguments` has them. Raises `RequestError` naming the field
-        in `param`."""
+        """The call as chat templates want it, its arguments as `read_arguments` has them. Raises `RequestError` naming
+        the field in `param`."""
         at = f"{param}.function.arguments"
         try:
             arguments = read_arguments(self.function.arguments)
@@ -183,7 +183,7 @@ class ToolFields(Strict):
         return () if self.tool_choice == "none" else functions
 
     def forced(self) -> tuple[Function, ...]:
-        """The functions of which one has to be called, if one has to be."""
+        """The functions of which one has to be called; empty if none has to be."""
         choice = self.tool_choice
         if isinstance(choice, ToolChoice):
             return tuple(function for function in self.offered() if function.name in self._chosen())

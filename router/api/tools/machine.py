@@ -1,8 +1,8 @@
 """Reads calls of tools out of a growing text, in the forms that models write them.
 
 A parser is a machine over single characters. So the calls, and the text around them, are the same however the text is
-cut into deltas. Arguments come as they are written, before a call is complete. What begins like a call and turns out to
-be none is text.
+cut into deltas. Arguments come as they are written, before a call is complete. Text that begins like a call and
+turns out to be none stays text.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ToolParser(ABC):
         return self._take()
 
     def finish(self) -> list[Part]:
-        """The rest."""
+        """The parts that are left."""
         with contextlib.suppress(StopIteration):
             self._machine.send("")
         if not self.calls:
@@ -140,7 +140,7 @@ class ToolParser(ABC):
         return True
 
     def _maybe(self, literal: str, *, cut: bool = False) -> Steps:
-        """Drop `literal` if it comes next; with `cut` also a beginning of it, behind which the text ends."""
+        """Drop `literal` if it comes next; with `cut` also a beginning of it with which the text ends."""
         held = ""
         while held != literal:
             char = yield from self._next()
@@ -155,7 +155,7 @@ class ToolParser(ABC):
     # Calls ----------------------------------------------------------------------------------------------------------
 
     def _attempt(self, call: Steps, opening: str) -> Steps:
-        """Read a call whose first characters are `opening`; what is no call is said. False if it was none."""
+        """Read a call whose first characters are `opening`. False if the text is no call: it is said then."""
         self._raw, before = opening, self.calls
         try:
             yield from call
@@ -203,7 +203,7 @@ class ToolParser(ABC):
                 raise NoCall
 
     def _arguments(self, char: str, *, opened: bool) -> Steps:
-        """A JSON object that begins with `char`: it goes out as it comes if its call is open, else it is returned."""
+        """A JSON object that begins with `char`. It is added as it comes if its call is `opened`, else returned."""
         if char != "{":
             raise NoCall
         depth, early = 0, ""
