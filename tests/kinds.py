@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
+import pytest
+from _pytest.mark import ParameterSet
 from hack_kernels import load
 
 from hackkv.codecs import CODECS, make_codec
@@ -12,6 +15,15 @@ from hackkv.defaults import DEFAULT_CODEC
 from hackkv.types import KvShape
 
 PI = 32
+
+
+IN_A_CLUSTER = ("fp16", "hack-zstd", DEFAULT_CODEC)
+"""Codecs whose whole clusters are quick tests: exact pages, a wire form of variable size, and the default."""
+
+
+def in_a_cluster(codecs: Iterable[str]) -> list[str | ParameterSet]:
+    """Parameters of a test that serves conversations from a cluster with each of `codecs`."""
+    return [codec if codec in IN_A_CLUSTER else pytest.param(codec, marks=pytest.mark.slow) for codec in codecs]
 
 
 def kind_of(value: object) -> object:

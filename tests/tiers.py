@@ -34,9 +34,7 @@ def thin_out(items: Iterable[pytest.Item], kind_of: Callable[[object], object]) 
         marker = cases[0].get_closest_marker("grid")
         together = marker.kwargs.get("together", 2) if marker else 2
         params = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]
-        if marker and marker.kwargs.get("kinds"):
-            params = [{name: kind_of(value) for name, value in each.items()} for each in params]
-        quick = cover(params, together)
+        quick = cover(params, together, kind_of) if marker and marker.kwargs.get("kinds") else cover(params, together)
         for index, case in enumerate(cases):
             if index not in quick:
                 case.add_marker(pytest.mark.slow)
@@ -57,13 +55,16 @@ def _by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Function]]:
     return tests.values()
 
 
-def cover(cases: Sequence[Mapping[str, Any]], together: int = 2) -> set[int]:
+def cover(
+    cases: Sequence[Mapping[str, Any]], together: int = 2, kind_of: Callable[[object], object] = lambda value: value
+) -> set[int]:
     """Indices of few cases which together have every value, and every pair of values, that any case has.
 
-    With `together` 1, every value. The case with most new ones goes first, of equals the one whose values have been
-    chosen least, then the earlier one: so the choice is the same every time, and no value stands in most of it.
+    With `together` 1, every value. Values of one kind (`kind_of`) count as one. The case with most new ones goes first,
+    of equals the one whose values have been chosen least, then the earlier one: so the choice is the same every time,
+    and no value stands in most of it.
     """
-    each = [frozenset(values(case)) for case in cases]
+    each = [frozenset(values(case, kind_of)) for case in cases]
     present = [set(combinations_with_replacement(sorted(case), together)) for case in each]
     missing, chosen = set[tuple[Value, ...]]().union(*present), {0} if len(cases) == 1 else set[int]()
     uses = Counter[Value]()
@@ -80,12 +81,12 @@ def cover(cases: Sequence[Mapping[str, Any]], together: int = 2) -> set[int]:
     return chosen
 
 
-def values(case: Mapping[str, Any]) -> Iterator[Value]:
+def values(case: Mapping[str, Any], kind_of: Callable[[object], object] = lambda value: value) -> Iterator[Value]:
     """Parameters of a case and what they are; fields of a dataclass and places in a tuple are parameters too."""
     for name, value in case.items():
         if is_dataclass(value):
-            yield from values({f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)})
+            yield from values({f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)}, kind_of)
         elif isinstance(value, tuple):
-            yield from values({f"{name}[{index}]": each for index, each in enumerate(value)})
+            yield from values({f"{name}[{index}]": each for index, each in enumerate(value)}, kind_of)
         else:
-            yield name, repr(value)
+            yield name, repr(kind_of(value))

@@ -125,6 +125,7 @@ def _answers(given: dict[str, Any], prompt: tuple[int, ...], tokens: int) -> lis
     return [token.token_id for token in answer]
 
 
+@pytest.mark.slow
 def test_a_run_in_the_clear_answers_as_the_codec_does(model: Model) -> None:
     """All of the shipped model; hackkv keeps KV in FP16, and its weights are not folded."""
     task = model.task(2 * SHORT, 6, ("full", "static", "mpcache", "mpcache-rows"))

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.router.cluster import running
 from bench.router.streams import Times, stream
 from bench.router.turns import Longest, told, turns_table, what_runs
@@ -71,6 +73,7 @@ def test_a_program_that_fails_tells_its_turns_since_it_was_told_to_forget(tmp_pa
     assert "early" not in names
 
 
+@pytest.mark.slow
 async def test_router_and_nodes_are_timed(tmp_path: Path) -> None:
     times = Times()
     async with running(SHIPPED, 1, tmp_path) as cluster:

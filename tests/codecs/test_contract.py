@@ -60,7 +60,7 @@ def test_nothing_depends_on_chunking(case: Case) -> None:
         assert_same(run(case, tokens, counts), whole)
 
 
-@pytest.mark.grid(kinds=True)
+@pytest.mark.grid(together=1, kinds=True)
 @table
 def test_nothing_depends_on_any_chunking(case: Case) -> None:
     """101 tokens over four pages of 32, cut anywhere: single rows go through decode, the rest through prefill."""

@@ -109,6 +109,7 @@ def test_the_files_are_what_the_code_generates() -> None:
         assert (FOLDER / f"{board.name}.json").read_text(encoding="utf-8") == render(board), board.name
 
 
+@pytest.mark.slow
 def test_every_panel_has_data(monitored: Prometheus) -> None:
     for name, expr in panels():
         for variable, value in VARIABLES.items():

@@ -20,6 +20,7 @@ from hackkv.types import Request, Sampling
 from prefill_node.fetch_choice import PrefixFetch
 from prefill_node.service import PrefillService
 from tests.e2e.in_process import in_process_cluster
+from tests.kinds import in_a_cluster
 from tests.pair import SHARING, TIMEOUT_S, prompt
 from tests.router.processes import ROUTERS, WORKERS
 from tests.wires import WIRES_HERE
@@ -73,8 +74,8 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
-@pytest.mark.grid(together=1, kinds=True)
-@pytest.mark.parametrize("codec", SHARING)
+@pytest.mark.grid(together=1)
+@pytest.mark.parametrize("codec", in_a_cluster(SHARING))
 @pytest.mark.parametrize("wire", WIRES_HERE)
 async def test_turns_of_many_conversations_say_what_cold_runs_say(folder: Path, wire: str, codec: str) -> None:
     await hold_many_conversations(folder, wire, codec, workers=1)
@@ -114,11 +115,8 @@ async def test_tenants_do_not_share(folder: Path, workers: int) -> None:
         assert await metric(client, "hackkv_kv_held_tokens_total") == 3 * PI
 
 
-@pytest.mark.grid(kinds=True)
-@pytest.mark.parametrize(
-    ("codec", "workers"),
-    [*((codec, 1) for codec in SHARING), pytest.param(DEFAULT_CODEC, 2, marks=pytest.mark.slow)],
-)
+@ROUTERS
+@pytest.mark.parametrize("codec", in_a_cluster(SHARING))
 async def test_a_conversation_outlives_the_node_that_has_it(folder: Path, codec: str, workers: int) -> None:
     """Both turns say the same as a cold run: the one under way when its decode node drains, and the one after."""
     made, nodes = worker(folder, codec), list[DecodeService]()

@@ -109,6 +109,7 @@ def test_a_killed_prefill_node_costs_nothing(paper: Fleet) -> None:
     assert all(answer["choices"][0]["token_ids"] == expected for answer in answers)
 
 
+@pytest.mark.slow
 def test_a_restarted_router_finds_its_nodes_again(paper: Fleet) -> None:
     """Who is being served when it ends is told so; the nodes let go of it and come back; the next request is served."""
     expected = paper.api.complete(PROMPT)["choices"][0]["token_ids"]
@@ -129,7 +130,7 @@ def test_a_restarted_router_finds_its_nodes_again(paper: Fleet) -> None:
     assert generated(paper.api) - before < most - 1, "nobody reads that answer: it is not decoded to its end"
 
 
-@pytest.mark.grid(together=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("drain_s", [START_S, 0.0], ids=["finishes", "hands over"])
 @pytest.mark.parametrize(("role", "others", "prompt"), [("decode", 2, PROMPT), ("prefill", 1, PROMPT * 20)])
 def test_a_node_that_is_asked_to_stop_costs_nothing(
@@ -167,6 +168,7 @@ def test_a_node_with_other_settings_is_refused_by_name(paper: Fleet) -> None:
     until(lambda: paper.api.nodes == {"prefill": 1, "decode": 2}, START_S, "the others are there")
 
 
+@pytest.mark.slow
 def test_nodes_listed_in_the_configuration_need_not_register(paper: Fleet, checkpoint: Path, tmp_path: Path) -> None:
     """The same nodes, seen by a second router that nobody has registered with."""
     nodes = {

@@ -107,6 +107,7 @@ def test_a_node_that_dies_is_started_again_and_requests_wait_for_it(checkpoint: 
     assert child.err.count("starting it again in 1 s") == 2
 
 
+@pytest.mark.slow
 def test_a_gguf_file_serves_what_its_checkpoint_serves(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def test_the_exponential_is_close_and_rounds_to_nothing_at_its_end() -> None:
     assert exponential(np.array([-32.0]), WEIGHT_BITS) < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [{}, {"temperature": 2.0}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.9}, {"min_p": 0.2}])
 def test_frequencies_follow_the_distribution(cut: dict[str, float]) -> None:
     """Chi-squared over 8,000 draws; the bound is 6 standard deviations of that statistic above its mean."""

@@ -146,6 +146,7 @@ def test_models_that_chat_are_asked_other_tasks(subject: Subject) -> None:
     assert variants.choose([], ablations=False) == tuple(v for v in VARIANTS if v.name in CODECS)
 
 
+@pytest.mark.slow
 def test_every_task_builds_from_pythons_library_alone(subject: Subject) -> None:
     made = suite.prepared(subject, SUITE, RunLimits(samples=2, seed=3, longest=1024))
     empty = {task.name for task, prepared in made.items() if not prepared.tokens}

@@ -103,6 +103,7 @@ def test_float32_logits_equal_transformers(tiny: Tiny, make_tiny: MakeTiny) -> N
             assert worst(way(model, prompts()), reference) < FLOAT32_TOLERANCE, (way.__name__, library_rows)
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("tiny", SHAPES)
 def test_bfloat16_error_is_that_of_transformers(tiny: Tiny, make_tiny: MakeTiny) -> None:
     """The true value is float32's on the same weights. Ours may miss it by at most 1.5 times what theirs does."""

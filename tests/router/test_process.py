@@ -78,6 +78,7 @@ async def test_requests_go_through_real_sockets_and_the_stages_sum_to_the_client
         assert await process.wait() == 0
 
 
+@pytest.mark.slow
 @WORKERS
 async def test_a_client_that_hangs_up_frees_the_nodes_and_a_signal_ends_what_is_left(
     checkpoint: Path, workers: int

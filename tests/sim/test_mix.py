@@ -190,6 +190,7 @@ def test_a_mix_serves_more_and_says_who_does_what() -> None:
     assert "## What stays idle" in page
 
 
+@pytest.mark.slow
 def test_a_rate_that_needs_a_mix_takes_the_fewest_replicas() -> None:
     spec = question(g5_12xlarge=2, g6_12xlarge=2, p4de_24xlarge=1)
     demand = demand_of(spec, 9.0, LIMITS)

@@ -21,6 +21,7 @@ async def test_a_process_receives_what_another_sends(name: str) -> None:
     assert [bytes(item.payload) for item in reader.items if isinstance(item, KvFrame)] == [PARCEL] * 3
 
 
+@pytest.mark.slow
 async def test_a_process_sends_what_another_receives(name: str) -> None:
     child = await start(name, "never")
     assert child.stdout is not None

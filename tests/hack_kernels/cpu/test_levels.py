@@ -38,7 +38,7 @@ def test_bytes_equal_the_definition_at_extreme_scales(backend: cpu.CpuBackend, s
         pairs.assert_extremes_agree(backend, LevelFormat(64, 32, bits, bits, scales=scales), scale, fed)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("group", [1, 3, 7])
 @pytest.mark.parametrize("fmt", [*FORMATS[:: len(PAGE_TOKENS) - 1], *pairs.WINDOWED, *pairs.NARROW], ids=str)
 def test_attention_agrees_with_the_definition(backend: cpu.CpuBackend, fmt: LevelFormat, group: int) -> None:

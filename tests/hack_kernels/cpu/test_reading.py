@@ -50,6 +50,7 @@ def fp64_attention(fmt: ReadFormat, q: Tensor, k: Tensor, v: Tensor, position: i
     return weights @ seen[1]
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("group", [1, 3, 7])
 @every_format
 def test_attention_equals_fp64_on_the_dequantized_pages(backend: cpu.CpuBackend, fmt: ReadFormat, group: int) -> None:

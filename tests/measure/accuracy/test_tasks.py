@@ -27,6 +27,7 @@ def make_subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return load_subject(ModelConfig(path=str(folder), dtype="float32", threads=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task",
     [t for t in suite.SUITE if t.name in ("reading", "longer", "continuing", "chat", "questions")],
@@ -95,6 +96,7 @@ def test_reading_gives_the_perplexity_of_exact_attention(subject: Subject) -> No
     assert set(found.scores[Measure.TOP1]) == {1.0}
 
 
+@pytest.mark.slow
 def test_a_longer_reading_begins_as_a_shorter_one(subject: Subject) -> None:
     worker = subject.with_codec(HACK.codec)
     long, short = (

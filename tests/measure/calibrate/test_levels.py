@@ -60,6 +60,7 @@ def test_the_file_serves_all_widths_and_says_what_it_is_of(checkpoint: Path, cal
         assert len(generate(worker, greedy("r", prompt(2, 70), 40))) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("kvquant-2", {}), ("snapkv", {"of": "kvquant-4", "budget": 64}), ("mpcache", {"of": "kvquant-2", "budget": 128})],
@@ -96,12 +97,14 @@ def test_rows_of_kvquant_are_added_for_its_file(calibration: Path) -> None:
         variants.choose(["rot-k3v2-calibrated"], calibration)
 
 
+@pytest.mark.slow
 def test_the_same_text_gives_the_same_bytes(checkpoint: Path, calibration: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.safetensors"
     assert main(["kvquant", str(checkpoint), "--tokens", str(TOKENS), "--out", str(again)]) == 0
     assert again.read_bytes() == calibration.read_bytes()
 
 
+@pytest.mark.slow
 def test_levels_go_by_the_gradient_unless_told_otherwise(
     checkpoint: Path, calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
