@@ -209,7 +209,7 @@ def weights(x: Tensor) -> Tensor:
 
 
 def _column(ids: Sequence[int], x: Tensor) -> Tensor:
-    return torch.tensor(ids, dtype=torch.int64, device=x.device)[:, None]
+    return brought(ids, x.device, torch.int64)[:, None]
 
 
 def _scores(row: list[float], most: int, asked: int) -> Scores:

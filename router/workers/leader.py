@@ -132,6 +132,7 @@ class Leader:
             await worker.link.ask("ready", None, START_S)
         except Unavailable as error:
             code = await worker.kill()
+            worker.link.close()
             raise worker.failure or NodeLost(f"worker {name} of the router ended with code {code}: {error}") from error
         return worker
 
@@ -141,15 +142,17 @@ class Leader:
         while True:
             code = await worker.process.wait()
             self._forget(worker)
-            pause = pauses.after(monotonic() - began)
-            log.error("worker %s ended with code %s; it is started again in %g s", worker.name, code, pause)
-            await asyncio.sleep(pause)
-            began = monotonic()
-            try:
-                worker = await self._start(worker.name, http)
-                log.warning("worker %s serves again", worker.name)
-            except HackkvError as error:
-                log.error("%s", error)
+            why, ended = f"worker {worker.name} ended with code {code}", worker
+            while worker is ended:
+                pause = pauses.after(monotonic() - began)
+                log.error("%s; it is started again in %g s", why, pause)
+                await asyncio.sleep(pause)
+                began = monotonic()
+                try:
+                    worker = await self._start(worker.name, http)
+                except HackkvError as error:
+                    why = str(error)
+            log.warning("worker %s serves again", worker.name)
 
     def _forget(self, worker: RouterWorker) -> None:
         """Drop a worker that has ended. Its requests are gone with it."""
