@@ -1,4 +1,4 @@
-"""Makes the secrets of a compose cluster: one file each in /secrets, once; files that exist are left alone."""
+"""Makes the secrets of a compose cluster, each a file in a folder. Existing files are left alone."""
 
 from __future__ import annotations
 
