@@ -1,9 +1,10 @@
-"""What `make test` leaves to `make test-all`: tests with the marker `slow`.
+"""Chooses the tests that `make test` leaves to `make test-all`: those with the marker `slow`.
 
-A test is slow where it computes for another machine than this one (Triton interpreted, or compiled for GPUs), drives a
-browser, or runs for a long time by intention (soaks, storms). Of what Triton interprets the first case of each test is
-quick. Of a test with the marker `grid` as few cases are quick as have every pair of values of two parameters; with
-`grid(together=1)`, as few as have every value. So a backend, an instruction set, a wire or a codec is never left out.
+A test is slow if it computes for another machine than this one (Triton interpreted, or compiled for GPUs), drives a
+browser, or runs for a long time by intention (soaks, storms). If Triton interprets a test, only its first case is
+quick. If a test has the marker `grid`, a small set of cases that covers every pair of values of two parameters is
+quick; with `grid(together=1)`, a small set that covers every value. So no backend, instruction set, wire or codec is
+left out.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 import pytest
 
 Value = tuple[str, str]
-"""Name of a parameter, and a value of it."""
+"""Name and value of a parameter."""
 
 
 def thin_out(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of each test slow that add nothing to what `cover` chooses.
+    """Mark those cases of each test slow that `cover` does not choose.
 
-    Cases that are slow already, or skipped here, cover nothing and stay what they are.
+    Cases that are slow already, or skipped on this machine, cover nothing and stay unchanged.
     """
     for cases in _by_test(item for item in items if not {"skip", "slow"} & {mark.name for mark in item.iter_markers()}):
         marker = cases[0].get_closest_marker("grid")
@@ -50,10 +51,10 @@ def _by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Function]]:
 
 
 def cover(cases: Sequence[Mapping[str, Any]], together: int = 2) -> set[int]:
-    """Indices of few cases which together have every value, and every pair of values, that any case has.
+    """Indices of a few cases that together have every pair of values that any case has; with `together` 1, every value.
 
-    With `together` 1, every value. The case with most new ones goes first, of equals the one whose values have been
-    chosen least, then the earlier one: so the choice is the same every time, and no value stands in most of it.
+    The case with the most new pairs or values is chosen next; of equals, the one whose values have been chosen least,
+    then the earlier one. So the choice is always the same, and no value dominates it.
     """
     each = [frozenset(values(case)) for case in cases]
     present = [set(combinations_with_replacement(sorted(case), together)) for case in each]
@@ -73,7 +74,7 @@ def cover(cases: Sequence[Mapping[str, Any]], together: int = 2) -> set[int]:
 
 
 def values(case: Mapping[str, Any]) -> Iterator[Value]:
-    """Parameters of a case and what they are; fields of a dataclass and places in a tuple are parameters too."""
+    """The parameters of a case with their values. Fields of a dataclass and places in a tuple are parameters too."""
     for name, value in case.items():
         if is_dataclass(value):
             yield from values({f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)})
