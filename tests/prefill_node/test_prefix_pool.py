@@ -38,7 +38,7 @@ class Running:
         self.done = grant.cached_tokens // PI
 
     def content(self, index: int) -> object:
-        """What page `index` must hold: everything that its bytes depend on."""
+        """The content that page `index` must have: everything on which its bytes depend."""
         return (self.salt, self.ids[: (index + 1) * PI])
 
 
