@@ -58,7 +58,7 @@ def storm(
 ) -> None:
     """Thousands of requests while clients leave, frames rot and nodes come and go; exit code 1 if anything is wrong."""
     plan = Storm(requests, minutes, joins, leaves, wire=wire, seed=seed)
-    logging.disable(logging.ERROR)  # a storm is loud; what matters is counted
+    logging.disable(logging.ERROR)  # a storm logs too much; its faults and endings are counted
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
         task = bar.add_task("requests ended", total=requests)
         damage = weather(plan, lambda ended: bar.update(task, completed=ended))

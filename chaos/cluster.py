@@ -1,4 +1,4 @@
-"""Router and nodes on one event loop, where nodes can die, come back, join and leave."""
+"""The router and the nodes on one event loop. Nodes can die, come back, join and leave."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Ending:
 
 
 class Cluster:
-    """Everything that a scenario acts on. `say` takes one line of the story at a time."""
+    """The router, the nodes and the clients of a scenario. `say` takes one line of the story at a time."""
 
     def __init__(self, setup: Setup, worker: Worker, plan: FaultPlan, say: Callable[[str], None]) -> None:
         self._setup, self._plan, self._say = setup, plan, say
         self._faults: dict[str, Injector] = {}
-        """By node. The counts of a rule outlive its node."""
+        """Node -> its faults. A restarted node gets the same injector, so the counts of rules go on."""
         self._loop = asyncio.get_running_loop()
         self._workshop = Workshop(setup, worker)
         self.machines: dict[str, Machine] = {}
@@ -69,7 +69,7 @@ class Cluster:
     # What faults do -------------------------------------------------------------------------------------------------
 
     def kill(self, node: str, back_after_s: float) -> None:
-        """End a node without a word; see `faults.injector.Hands`."""
+        """End a node without notice; see `faults.injector.Hands`."""
         if node in self.machines:
             self._do(self._kill(node, back_after_s))
 
@@ -80,7 +80,7 @@ class Cluster:
             self._clients[request].cancel()
 
     def fill(self, node: str, seconds: float) -> None:
-        """Take all free memory of a node for a while."""
+        """Take all free pages of a decode node for `seconds`."""
         machine = self.machines.get(node)
         if machine is not None and isinstance(machine.service, DecodeService):
             self._do(self._fill(node, machine.service.pool, seconds))
@@ -101,7 +101,7 @@ class Cluster:
         self._say(f"{name}: up")
 
     async def stop(self, name: str) -> None:
-        """End a node and all that it holds."""
+        """End a node and everything that belongs to it."""
         machine = self.machines.pop(name)
         machine.dead.set()
         await machine.close.aclose()
@@ -127,7 +127,8 @@ class Cluster:
     # Clients --------------------------------------------------------------------------------------------------------
 
     async def ask(self, request: Request) -> Ending:
-        """Serve one request as its client sees it. From the dispatcher on it is the path of an HTTP request."""
+        """Serve one request; return its ending as the client sees it. An HTTP request takes the same path from the
+        dispatcher on."""
         flight = Flight(request, StageClock(self._loop.time), emit=lambda token: self._heard(request, token))
         task = self._clients[request.request_id] = asyncio.create_task(self.dispatcher.serve(flight))
         try:
@@ -151,7 +152,7 @@ class Cluster:
     # The end --------------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, float]:
-        """What the living nodes count, summed."""
+        """The statistics of the living nodes, summed by name."""
         sums: dict[str, float] = defaultdict(float)
         for machine in self.machines.values():
             for name, value in (await machine.service.describe()).stats:
@@ -159,7 +160,7 @@ class Cluster:
         return sums
 
     async def leftovers(self) -> list[str]:
-        """What router and nodes still hold, in words; empty when they hold nothing."""
+        """A line for everything that the router and the nodes still hold; empty when they hold nothing."""
         found = [f"router: {self.dispatcher.inflight} in flight"] if self.dispatcher.inflight else []
         for member in self.fleet.nodes.members():
             booked = (member.booked.requests, member.booked.tokens, member.booked.pages)

@@ -1,8 +1,8 @@
 """An event loop on a virtual clock. When nothing is left to do, its time jumps to the next timer.
 
-So a lease of three seconds costs nothing. A cluster that waits for something that never comes is found at once: nothing
-is ready and no timer is set (`Deadlock`). Functions for a thread run on the loop's thread, between two callbacks, and
-take a seeded amount of the loop's time. The order of everything follows from the seed.
+So a lease of three seconds costs nothing. A cluster that waits for something that never comes is detected at once:
+nothing is ready and no timer is set (`Deadlock`). Functions for a thread run on the loop's thread, between two
+callbacks, and take a seeded amount of the loop's time. So the seed determines the order of all events.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Deadlock(Exception):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`work_s` is how long a function for a thread takes on average, in seconds of the loop's time."""
+    """An event loop whose time is virtual. `work_s` is the mean time of a function for a thread, in virtual seconds."""
 
     def __init__(self, seed: int = 0, work_s: float = 0.01) -> None:
         self._virtual_s = 0.0
@@ -33,7 +33,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual_s
 
     def skip(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the time."""
         self._virtual_s += seconds
 
     def run_in_executor(  # type: ignore[override]  # the stub wants TypeVarTuple, whose support differs by version
@@ -57,14 +57,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Skipping(selectors.SelectSelector):
-    """Where a loop would sleep, its time jumps."""
+    """A selector that advances the loop's time instead of sleeping."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Never waits. Raises `Deadlock` when there is nothing to wait for."""
+        """Return the events that are ready, without waiting. Raises `Deadlock` when there is nothing to wait for."""
         events = super().select(0)
         if not events:
             if timeout is None:
@@ -74,6 +74,6 @@ class _Skipping(selectors.SelectSelector):
 
 
 def run(main: Coroutine[Any, Any, T], seed: int = 0, *, virtual: bool = True) -> T:
-    """Run `main` to its end on a loop of its own; one on the real clock unless `virtual`."""
+    """Run `main` to its end on a new loop. Unless `virtual`, the loop has the real clock."""
     with asyncio.Runner(loop_factory=(lambda: VirtualLoop(seed)) if virtual else None) as runner:
         return runner.run(main)

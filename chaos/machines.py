@@ -32,7 +32,7 @@ EventT = TypeVar("EventT")
 
 @dataclass(eq=False, slots=True)
 class Machine:
-    """A node while it lives."""
+    """A node that runs."""
 
     name: str
     role: Role
@@ -51,7 +51,7 @@ class Workshop:
         self._network = InprocNetwork()
 
     async def prefill(self, identity: NodeIdentity, faults: Injector, stack: contextlib.AsyncExitStack) -> Machine:
-        """A prefill node."""
+        """Start a prefill node. `stack` closes it."""
         senders = open_senders([self._setup.wire], self._site(faults, stack))
         sender = FaultySender(senders, faults)
         stack.push_async_callback(sender.close)
@@ -66,7 +66,7 @@ class Workshop:
         return Machine(identity.node_id, Role.PREFILL, service, FaultyPrefill(service, faults), stack)
 
     async def decode(self, identity: NodeIdentity, faults: Injector, stack: contextlib.AsyncExitStack) -> Machine:
-        """A decode node, which listens."""
+        """Start a decode node, which listens. `stack` closes it."""
         service = DecodeService(
             identity,
             self._own_worker(),
@@ -80,7 +80,7 @@ class Workshop:
         return Machine(identity.node_id, Role.DECODE, service, FaultyDecode(service, faults), stack)
 
     def _site(self, faults: Injector, stack: contextlib.AsyncExitStack) -> Site:
-        """A port of a machine's own, whose links suffer its faults."""
+        """A site with a port of its own and links that suffer `faults`."""
         server = RpcServer("127.0.0.1", 0)
         stack.push_async_callback(server.close)
         return Site(
@@ -104,7 +104,7 @@ class PrefillLink:
     address: str
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Run a prompt there."""
+        """Run a prompt at the node."""
         machine, node = self._there()
         async with closing(_until_dead(machine, node.prefill(job))) as events:
             async for event in events:
@@ -133,7 +133,7 @@ class DecodeLink:
     address: str
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
-        """Serve one request there."""
+        """Serve one request at the node."""
         machine, node = self._there()
         async with closing(_until_dead(machine, node.decode(job))) as events:
             async for event in events:

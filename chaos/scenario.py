@@ -1,8 +1,8 @@
 """Runs a scenario and compares it with the single-process reference.
 
-Whatever happens, the following holds for every run. Each request ends. A client never sees a token that the undisturbed
-run would not have sent. A client whose request completes has seen all of them. When everything is quiet, router and
-nodes hold nothing.
+Four things must hold for every run, whatever the faults. Each request ends. A client never sees a token that the
+undisturbed run would not have sent. A client whose request completes has seen all tokens. When everything is quiet,
+the router and the nodes hold nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hackkv.model.worker import Worker, load_worker
 from hackkv.types import Request, Role, Sampling
 
 QUIET_S = 10.0
-"""Virtual seconds after the last request's end until router and nodes must hold nothing."""
+"""Virtual seconds from the last request's end until the router and the nodes must hold nothing."""
 REAL_QUIET_S, POLL_S = 60.0, 0.05
-"""On the real clock nobody waits for longer than until they hold nothing, and at most so long."""
+"""On the real clock: the most seconds until they must hold nothing, and the seconds between two checks."""
 PAGE_TOKENS = 32
 
 Say = Callable[[float, str], None]
-"""Takes the time of an event, in virtual seconds, and a line that tells it."""
+"""Takes the time of an event, in virtual seconds, and a line that describes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def tiny_worker(codec: str) -> Worker:
 
 
 def request_of(ask: Ask) -> Request:
-    """Prompt and seed follow from the text and the length alone."""
+    """The request of `ask`. Its prompt and seed depend only on the text and the length."""
     chance = random.Random(f"{ask.text or ask.name}/{ask.prompt}")
     ids = tuple(chance.randrange(3, VOCAB) for _ in range(ask.prompt))
     seed = chance.getrandbits(62)
@@ -68,7 +68,7 @@ def request_of(ask: Ask) -> Request:
 
 @cache
 def undisturbed(codec: str, prompt_ids: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
-    """What a single process answers."""
+    """The token ids that a single process generates."""
     return tuple(token.token_id for token in generate(tiny_worker(codec), Request("", prompt_ids, sampling)))
 
 
@@ -78,7 +78,7 @@ def play(scenario: Scenario, say: Say = lambda at_s, line: None) -> Report:
 
 
 async def quiet(cluster: Cluster, setup: Setup) -> list[str]:
-    """What router and nodes hold when they had time to let go of everything, in words."""
+    """Give the router and the nodes time to free everything; return what they still hold, in words."""
     if setup.virtual:
         await asyncio.sleep(QUIET_S)
         return await cluster.leftovers()
@@ -128,7 +128,7 @@ def _wrong(scenario: Scenario, endings: dict[str, Ending]) -> list[str]:
 
 
 def mistakes(codec: str, ask: Ask, ending: Ending) -> list[str]:
-    """Where a client's tokens differ from the undisturbed run's."""
+    """The differences between a client's tokens and those of the undisturbed run, in words."""
     request = request_of(ask)
     right = undisturbed(codec, request.prompt_ids, request.sampling)
     seen = ending.token_ids

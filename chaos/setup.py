@@ -30,7 +30,7 @@ class Setup(Frozen):
     decode: int = Field(default=2, gt=0)
     codec: str = "hack"
     wire: str = "inproc"
-    """How KV travels. Other wires have sockets and threads, so with them the clock is the real one."""
+    """The wire of the KV. Wires other than `inproc` have sockets and threads, so they run on the real clock."""
     prefill_pages: int = Field(default=64, gt=0)
     decode_pages: int = Field(default=64, gt=0)
     max_batch: int = Field(default=8, gt=0)
@@ -41,7 +41,7 @@ class Setup(Frozen):
 
     @property
     def virtual(self) -> bool:
-        """Whether time may jump."""
+        """Whether the clock may be virtual."""
         return not WIRES[self.wire].leaves_process
 
     @field_validator("wire")
@@ -74,9 +74,9 @@ class Scenario(Frozen):
     expect: dict[str, str] = Field(default_factory=dict)
     """Request -> `complete` (the default), `aborted`, or the code of an error (`hackkv.errors`)."""
     failovers: int | None = None
-    """How many there must be in all; None is any number."""
+    """The total number that there must be; None allows any number."""
     at_least: dict[str, float] = Field(default_factory=dict)
-    """Least sums of the nodes' statistics (`NodeInfo.stats`). They show that the fault in question has happened."""
+    """Lower bounds for sums of the nodes' statistics (`NodeInfo.stats`). They show that the fault has happened."""
 
     @model_validator(mode="after")
     def _names(self) -> Self:

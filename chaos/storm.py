@@ -23,10 +23,10 @@ PROMPTS = (1, 31, 32, 33, 64, 97, 200, 320)
 """Prompt lengths around multiples of the page of 32 tokens, where mistakes are likely."""
 ANSWERS = (1, 2, 5, 12, 33)
 TEXTS = 4
-"""Different prompts of each length. They are few, so that prefixes are shared."""
+"""Different prompts of each length. The number is small, so that prefixes are shared."""
 WHERE_CLIENTS_LEAVE = [point for point in Point if point not in AT_LINKS]
 CORE = 2
-"""Nodes of each role that never leave, so that the fleet is never empty for long. Faults kill them like any other."""
+"""Nodes of each role that never leave, so that the fleet is never empty for long. Faults may kill them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class Storm:
 
 @dataclass(slots=True)
 class Damage:
-    """What happened in a storm."""
+    """The result of a storm."""
 
     storm: Storm
     endings: Counter[str] = field(default_factory=Counter)
     aborts: Counter[str] = field(default_factory=Counter)
-    """Clients that left, by the point at which they did."""
+    """Number of clients that left, by the point at which they left."""
     strikes: Counter[str] = field(default_factory=Counter)
     joins: int = 0
     leaves: int = 0
@@ -59,13 +59,13 @@ class Damage:
     virtual_s: float = 0.0
 
     def summary(self) -> dict[str, object]:
-        """Everything, as JSON takes it."""
+        """All fields, as values for JSON."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return fields | {"storm": asdict(self.storm)}
 
 
 def rules() -> tuple[FaultRule, ...]:
-    """What goes wrong in a storm. A client's name says where it leaves."""
+    """The fault rules of a storm. A client's name says at which point it leaves."""
     leaving = [FaultRule(at=point, do=Action.ABORT, request=f"*@{point}", times=0) for point in WHERE_CLIENTS_LEAVE]
     rotten = [
         FaultRule(at=Point.FRAME, do=action, chance=0.002, times=0)
@@ -84,7 +84,7 @@ def rules() -> tuple[FaultRule, ...]:
         FaultRule(at=Point.REPORT, do=Action.STALL, chance=0.002, times=0),
         FaultRule(at=Point.RESERVED, do=Action.FILL, seconds=2, chance=0.01, times=0),
     ]
-    # They strike on wires with links only: peers die and links break before, in and after a parcel.
+    # These rules strike only on wires with links: peers die and links break before, during and after a parcel.
     at_links = [
         FaultRule(at=point, do=action, chance=chance, seconds=seconds, times=0)
         for point in AT_LINKS
@@ -150,7 +150,7 @@ async def _ask(cluster: Cluster, ask: Ask, damage: Damage, on_progress: Callable
 
 
 async def _churn(cluster: Cluster, storm: Storm, chance: random.Random, damage: Damage) -> None:
-    """Nodes join and leave in random order, at equal distances in time. They leave without a word."""
+    """Let nodes join and leave in random order, at equal intervals. They leave without notice."""
     moves = ["join"] * storm.joins + ["leave"] * storm.leaves
     chance.shuffle(moves)
     visitors: list[str] = []

@@ -22,7 +22,7 @@ from transport.wires import Listeners
 
 @asynccontextmanager
 async def open_decode(ground: Ground[DecodeConfig]) -> AsyncIterator[Hosted]:
-    """A service that takes KV from the node's wires; gRPC's comes in at the port of its control calls."""
+    """A service that takes KV from the node's wires. The wire `grpc` shares the port of control calls."""
     identity, config = ground.identity, ground.config
     service = DecodeService(identity, ground.worker, ground.num_pages, config)
     site = replace(ground.site, frame_timeout_s=config.frame_timeout_s)
@@ -43,7 +43,7 @@ serve = partial(serve_node, Role.DECODE, open_decode)
 
 
 def main(argv: Sequence[str] | None = None, loaded: Loaded | None = None) -> int:
-    """Run the command line; return the exit code. `loaded` is what the process was forked with."""
+    """Run the command line; return the exit code. `loaded` is the model with which the process was forked."""
     return run_role("decode", DecodeConfig, partial(serve, loaded=loaded), argv)
 
 

@@ -1,5 +1,5 @@
-"""Copies to host memory and back while steps run: sequences as a plan says, pages that nobody holds, and the exact rows
-of sequences that end.
+"""Copies to host memory and back while steps run: sequences that a plan swaps, pages that no sequence holds, and the
+exact rows of sequences that end.
 
 Each copy has a task of its own.
 """
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ExactRows = HostKv | asyncio.Task[HostKv | None] | None
-"""Those of the pages that a sequence begins with, or their copy that is under way, or none."""
+"""The exact rows of the pages with which a sequence begins, or the copy of them that is under way, or None."""
 
 EMPTY_SHARE: Final = 1 / 2
-"""Of all pages: while as many are empty, pages that nobody holds need no copy in host memory. Each is copied once, so a
-node that copies early copies little more than one that copies late, and a burst of prompts drops few pages."""
+"""Share of all pages. While at least as many are empty, idle pages need no copy in host memory. Each page is copied
+once, so copying early costs little more than copying late, and a burst of prompts drops few pages."""
 SAVED_AT_ONCE: Final = 64
-"""Pages of one copy: a sequence that is swapped waits for it."""
+"""Pages of one copy. The limit is low because a sequence to be swapped waits for the copy."""
 
 
 class Copies:
@@ -51,7 +51,7 @@ class Copies:
         on_copied: Callable[[], None],
         rows: KeptRows,
     ) -> None:
-        """`fail` ends a sequence whose copy failed; `on_copied` is called when the scheduler may plan anew."""
+        """`fail` ends a sequence whose copy failed. `on_copied` is called after a copy: the scheduler may plan anew."""
         self._footprint = memory.footprint
         self._swapper = Swapper(memory, scheduler.pool.kept.host_places)
         self._scheduler, self._rows = scheduler, rows
@@ -62,19 +62,19 @@ class Copies:
         self._keeping: dict[PageName, asyncio.Task[HostKv | None]] = {}
         """Copies of exact rows under way."""
         self.counts: Counter[str] = Counter()
-        """swap_out, swap_in."""
+        """The numbers of finished copies: swap_out, swap_in."""
         self.swapped_s = 0.0
-        """Sum of the seconds that sequences were swapped out. Counts those that came back."""
+        """Seconds that sequences were swapped out, summed over those that came back."""
 
     def start(self, plan: Plan[Stream]) -> None:
-        """Start a plan's copies. Each takes its grant and KV now: its sequence may leave before its task runs."""
+        """Start a plan's copies. Each gets its grant and KV now: the sequence may leave before the task runs."""
         for seat in plan.leaving:
             self._run(self._swap_out(seat, seat.held_grant))
         for seat in plan.returning:
             self._run(self._swap_in(seat, seat.held_grant, seat.owner.kv))
 
     def save_idle(self) -> None:
-        """When empty pages run short, copy pages that nobody holds to host memory, first those that will go first."""
+        """When empty pages run short, copy idle pages to host memory, in the order of their eviction."""
         pool = self._scheduler.pool
         if self._saving or pool.empty_pages >= EMPTY_SHARE * pool.num_pages:
             return
@@ -84,12 +84,12 @@ class Copies:
             self._run(self._save(copies))
 
     def rows_after(self, name: PageName) -> ExactRows:
-        """The exact rows with which a prompt goes on after a page, if they are kept or are about to be."""
+        """The exact rows with which a prompt goes on after page `name`, if they are kept or being copied."""
         return self._rows.of(name) or self._keeping.get(name)
 
     def load(self, seat: Seat[Stream], exact: ExactRows = None) -> asyncio.Task[bool] | None:
-        """Bring the pages of a new sequence back that lie in host memory only, and the `exact` rows of those that it
-        holds; None if there are none. The task says whether it worked."""
+        """Bring back the pages of a new sequence that are only in host memory, and the `exact` rows of the pages that
+        it holds. Returns None if there are neither. The task says whether the copies worked."""
         grant = seat.held_grant
         if not grant.loads and exact is None:
             return None
@@ -97,7 +97,7 @@ class Copies:
         return self._run(self._load(seat, grant, exact))
 
     def keep_rows(self, stream: Stream) -> None:
-        """Copy the exact rows of a sequence that leaves, if its last sealed page has a name. No step may use them."""
+        """Copy the exact rows of a sequence that leaves, if its last sealed page has a name. It must be in no step."""
         names = stream.names.of(stream.seat.rows) if stream.names is not None and self._rows.most else ()
         if names and names[-1] not in self._rows:
             name, grant = names[-1], stream.seat.held_grant
@@ -126,7 +126,7 @@ class Copies:
         try:
             await self._swapper.save(copies)
             worked = True
-        except Exception:  # for example out of memory: the pages are worth less than the node
+        except Exception:  # for example out of memory: the node goes on without these copies
             log.exception("pages could not be copied to host memory")
         finally:
             self._scheduler.pool.kept.saved(copies, worked=worked)
@@ -160,7 +160,7 @@ class Copies:
             kept = await self._swapper.out(grant, 0, rows)
             if self._keeping.get(name) is asyncio.current_task():
                 self._rows.put(name, kept)
-        except Exception:  # for example out of memory: the rows are worth less than the node
+        except Exception:  # for example out of memory: the node goes on without these rows
             log.exception("exact rows could not be copied to host memory")
         finally:
             if self._keeping.get(name) is asyncio.current_task():
@@ -190,7 +190,7 @@ class Copies:
 
     @contextlib.contextmanager
     def _moving(self, seat: Seat[Stream]) -> Iterator[None]:
-        """Tell the scheduler that the copy is over, whether it worked or failed."""
+        """At the end, tell the scheduler that the copy is over, whether it worked or failed."""
         try:
             yield
         except Exception as error:  # for example out of memory: the node must go on

@@ -18,15 +18,15 @@ from hackkv.model.sampler import SamplerState
 from hackkv.types import Token
 
 Outcome: TypeAlias = Token | NonFiniteError | None
-"""The result of a part of a step: the token after its rows, why there is none, or nothing in a replay."""
+"""The result of a part of a step: the token after its rows, the error in its place, or None in a replay."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence as the engine remembers it from step to step."""
+    """The engine's state of a sequence, from step to step."""
 
     pending: list[int]
-    """Tokens that are known and not in the cache yet: one, or more in a replay."""
+    """Tokens that are known but not in the cache yet: one, or more in a replay."""
     sampler: SamplerState
     joined_at: float
     evicted: int = 0
@@ -34,9 +34,9 @@ class Sequence:
     queue_s: float = 0.0
     """Seconds from landing until its first step began, without swaps."""
     stepped_at: float = 0.0
-    """When its last step ended; 0 before the first."""
+    """When its last step ended (perf_counter); 0 before the first."""
     swapped_s: float = 0.0
-    """Seconds in host memory, and on the way there and back."""
+    """Seconds in host memory, including the copies there and back."""
     attend_s: float = 0.0
     approximation_s: float = 0.0
 
@@ -52,52 +52,53 @@ class StepPart(NamedTuple):
     sequence: Sequence
     span: Span
     replay: bool
-    """The tokens after these rows are known: none is chosen."""
+    """Whether the tokens after these rows are known, so that none is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverlappedStep:
-    """A step that the device was given before the one before it was over."""
+    """A step that the device was given before the previous step was over."""
 
     parts: Series[StepPart]
     begun: LaunchedStep
 
     def row_of(self, part: StepPart) -> int | None:
-        """The row that is this part of the step that has come, if there is one."""
+        """The index of the row that computes `part`; None if the step does not contain it."""
         return next((row for row, each in enumerate(self.parts) if _same(each, part)), None)
 
 
 class DecodeEngine:
-    """Runs steps on one `ModelRunner`, looking one step ahead where the runner can.
+    """Runs steps on one `ModelRunner`, and looks one step ahead if the runner can.
 
     While the device computes a step, it is given the next one for the same sequences, whose tokens only the device
-    knows. So it does not wait while the host reads tokens, sends them and plans. When the next step has come, rows of
-    sequences that it lacks were for nothing; those that have joined run behind, as a batch of their own, once.
+    knows. So the device does not wait while the host reads tokens, sends them and plans. The plan of the next step may
+    differ. Rows of sequences that have left it are then wasted. Sequences that have joined it run behind once, as a
+    batch of their own.
 
-    Such a step writes a row behind those that its sequences hold, into their slots, and nothing else. The row counts
-    only if the very next step has it. Copies into a slot that is given to somebody else wait for it (`Lanes.written`).
+    A step ahead writes one row behind the rows of each sequence, into its slot, and nothing else. The row counts only
+    if the very next step contains it. Copies into a slot that gets another holder wait for the row (`Lanes.written`).
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._ahead: OverlappedStep | None = None
         self.foreseen = 0
-        """Tokens that were chosen by steps begun ahead."""
+        """Number of tokens that were chosen by steps begun ahead."""
 
     def record(self) -> None:
         """See `ModelRunner.record`."""
         self._runner.record()
 
-    # A thread that stayed in the mode would save 2 of a step's 2,400 us, and would have to leave it before its guard is
-    # collected: whichever thread collects a guard that was never left leaves inference mode.
+    # Staying in inference mode would save 2 of a step's 2,400 us. But the thread would have to leave the mode before
+    # the guard is collected: whichever thread collects an open guard leaves inference mode itself.
     @torch.inference_mode()
     def step(self, batch: list[StepPart]) -> list[Outcome]:
-        """Append the rows of every part to its cache. Return the token after them, None in a replay, or why there is
-        none, while the others have theirs.
+        """Append the rows of every part to its cache. Return, for each part, the token after its rows, None in a
+        replay, or a `NonFiniteError`, which does not concern the other parts.
 
         Replays run as a batch of their own, so the other sequences do the same arithmetic with and without them.
-        Raises `SequenceError` whose `span` is the index in `batch` at fault where it is a replay's, or its grammar
-        cannot go on. No sequence has advanced then.
+        Raises `SequenceError` if a replay fails or a grammar cannot go on; its `span` is the index of the part in
+        `batch`. No sequence has advanced then.
         """
         codec = self._runner.codec
         began, attended, approximated = perf_counter(), codec.attend_s, codec.approximation_s
@@ -120,20 +121,20 @@ class DecodeEngine:
             del seq.pending[: part.span.count]
             if isinstance(token, Token):
                 seq.pending.append(token.token_id)
-            # Every sequence of a step is charged the whole step: a stage is the time that a request waited.
+            # Each sequence is charged the whole step, since a stage is the time for which a request waited.
             seq.attend_s += attend_s
             seq.approximation_s += approximation_s
         return tokens
 
     def forget(self) -> None:
-        """No step comes next: slots and pages may be others' before one does."""
+        """Discard the step ahead: no step comes next, and slots and pages may change holders before one does."""
         self._ahead = None
 
     def _choose(
         self, batch: list[StepPart], at: list[int], ahead: OverlappedStep | None, *, alone: bool
     ) -> list[Token | NonFiniteError]:
-        """The next token of each of `batch[at]`, or why there is none; some may be under way `ahead`. With `alone`
-        nothing else is in the step."""
+        """The next token of each of `batch[at]`, or its error. Some may be under way in `ahead`. With `alone` the step
+        contains nothing else."""
         runner = self._runner
         found = {index: row for index in at if ahead and (row := ahead.row_of(batch[index])) is not None}
         joined = [index for index in at if index not in found]
@@ -157,8 +158,8 @@ class DecodeEngine:
         return [outcomes[index] for index in at]
 
     def _look_ahead(self, now: Series[tuple[StepPart, tuple[LaunchedStep, int]]]) -> None:
-        """Begin the step after the one of these parts, unless a choice of it would depend on tokens that nobody has
-        seen."""
+        """Begin the step after that of these parts, unless one of its choices depends on tokens that the host does not
+        know yet."""
         if not self._runner.looks_ahead([part.span for part, _ in now]):
             return
         coming = [(part, row) for part, row in now if not part.sequence.sampler.ends]
@@ -171,7 +172,7 @@ class DecodeEngine:
 
 
 def _same(begun: StepPart, part: StepPart) -> bool:
-    """Whether a part that was begun ahead is this one. Only its pages may be more by now."""
+    """Whether a part that was begun ahead is `part`. Only the number of its pages may have grown."""
     mine, its = begun.span, part.span
     return begun.sequence is part.sequence and (mine.slot, mine.held) == (its.slot, its.held)
 

@@ -1,13 +1,13 @@
 """Receives handoffs, and lends pages (`lending.py`).
 
-Each frame is verified and written to pages that no step reads yet; the end commits them all.
+Each frame is verified and written to pages that no step reads yet. The end of the handoff commits them all.
 
-The router's `decode` call makes a reservation and owns it. When that call ends, for whatever reason, the reservation
-is closed and its pages go back. A frame that comes later finds it closed and is refused. A handoff that is late,
-repeated or unexpected is refused with a named error, is counted, and changes nothing.
+The router's `decode` call makes a reservation. When that call ends, for whatever reason, the reservation is closed and
+its pages go back. A frame that comes later is refused. A handoff that is late, repeated or unexpected is refused with a
+named error, is counted, and changes nothing.
 
 Headers are checked on the event loop. The bytes of large frames land on a thread beside it (`landing.py`). The next
-frame is asked for when the one before it has landed: reading slowly is the back-pressure.
+frame is asked for when the previous one has landed: reading slowly is the back-pressure.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from transport.closing import closing
 
 @dataclass(frozen=True, slots=True)
 class CommittedHandoff:
-    """A committed handoff."""
+    """The result of a committed handoff."""
 
     receipt: Receipt
     first_token: int
@@ -53,7 +53,7 @@ class CommittedHandoff:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Room for one request, waiting for its KV."""
+    """The grant of one request that waits for its KV."""
 
     job: DecodeJob
     grant: LandingGrant
@@ -67,17 +67,17 @@ class Reservation:
 
 
 class Inbox:
-    """Implements `Deliver` and `Lend`. All methods belong to the event loop's thread; `end` ends it."""
+    """Implements `Deliver` and `Lend`. All methods belong to the event loop's thread. `end` ends its thread."""
 
     def __init__(self, runner: ModelRunner, fingerprint: Fingerprint, rows: KeptRows | None = None) -> None:
-        """`rows` may be lent too."""
+        """`rows`: exact rows that may be lent with pages."""
         self._runner = runner
         self._fingerprint = fingerprint
         self._strip = LandingStrip(runner.memory)
         self.lender = Lender(runner, self._strip, KeptRows(0) if rows is None else rows)
         self._reservations: dict[str, Reservation] = {}
         self.refused: Counter[str] = Counter()
-        """Handoffs refused, by reason: one of `FrameRefused.reason`, or why the handshake failed."""
+        """Handoffs refused, by reason: that of `FrameRefused`, or that of a failed handshake."""
         self.received_tokens = 0
 
     def reserve(
@@ -88,10 +88,10 @@ class Inbox:
         loading: asyncio.Task[bool] | None = None,
         exact: int = 0,
     ) -> Reservation:
-        """Expect the handoff of `job`; one of an earlier epoch fails with `TransferError`. Pages that the grant holds
-        may be lent when `loading` is over, which also brings the exact rows of the first `exact` pages.
+        """Expect the handoff of `job`. A reservation of an earlier epoch fails with `TransferError`.
 
-        Raises `HandshakeRefused` when the transfer id is in use in this epoch or a later one.
+        Pages that the grant holds may be lent when `loading` is over, which also brings the exact rows of the first
+        `exact` pages. Raises `HandshakeRefused` when the transfer id is in use in this epoch or a later one.
         """
         earlier = self._reservations.get(job.transfer_id)
         if earlier is not None:
@@ -172,7 +172,7 @@ class Inbox:
         self._strip.close()
 
     def fail(self, reservation: Reservation, error: HackkvError) -> None:
-        """Give up a reservation whose KV has not landed; without effect on one that has."""
+        """Give up a reservation whose KV has not landed. Does nothing if it has."""
         if not reservation.arrival.done():
             reservation.arrival.set_exception(error)
 
@@ -184,7 +184,7 @@ class Inbox:
             raise self._refusal("stale", f"epoch {handoff.epoch}, expected {reservation.job.epoch}")
         if reservation.receiving:
             raise self._refusal("duplicate", f"transfer_id {handoff.transfer_id!r} is being received already")
-        reservation.receiving = True  # from here on this is the transfer that was expected, good or bad
+        reservation.receiving = True  # from here on a flaw of the handoff fails the reservation
         error = self._disagreement(reservation, handoff)
         if error is not None:
             self.fail(reservation, error)
@@ -204,7 +204,7 @@ class Inbox:
         return None
 
     def _unlike(self, fingerprint: Fingerprint) -> str | None:
-        """Why this node and one of that fingerprint exchange no KV; None if they do."""
+        """Why this node and a node with `fingerprint` cannot exchange KV; None if they can."""
         field = self._fingerprint.mismatch(fingerprint)
         if field is not None:
             return f"fingerprints differ in {field}"

@@ -1,14 +1,14 @@
-"""Sealed pages with names: who holds them, which lie idle, and which have a copy in host memory. Numbers only.
+"""Sealed pages with names: which are held, which are idle, and which have a copy in host memory. Numbers only.
 
     private ──name──▶ held ──last holder gone──▶ idle ──evict──▶ in host memory ──▶ dropped
                        ▲ ▲                         │                  │
                        │ └─────────hold────────────┘                  │
                        └────────────────hold, and a load──────────────┘
 
-An idle page can be taken at once, so it counts as free. That is why its copy is made ahead of need: of the pages that
-go next, `to_save` names those without one. A page that is taken before it has a copy is dropped. If that happens while
-the copy is being made, the copy is thrown away. Pages go least recently used first, and the end of a prefix before its
-beginning.
+An idle page can be taken at once, so it counts as free. So copies must be made before pages run short: `to_save` lists
+pages without a copy that are evicted next. A page that is taken before it has a copy is dropped. If it is taken while
+the copy is being made, the copy is thrown away. The least recently used page is evicted first, and the end of a prefix
+before its beginning.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class KeptPage:
     name: PageName
     parent: KeptPage | None
     page: int | None
-    """Its index in the page pool; None while it lies in host memory only."""
+    """Its index in the page pool; None while the page is only in host memory."""
     users: int = 0
     """Sequences that hold it."""
     place: int | None = None
     """Its place in host memory; None while it has no copy there."""
     loading: bool = False
-    """Its copy is on its way to `page`: nobody else can hold it yet."""
+    """Whether its copy is on the way to `page`. Until then no other sequence can hold the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class KeptCounts:
 
 
 class KeptPages:
-    """Every page that has a name. Belongs to a `PagePool`, which owns the pages' indices."""
+    """Every page that has a name. Part of a `PagePool`, which hands out the pages' indices."""
 
     def __init__(self, host_places: int) -> None:
         """`host_places` pages fit into host memory."""
@@ -64,26 +64,27 @@ class KeptPages:
         self.counts = KeptCounts()
         self._known: dict[bytes, KeptPage] = {}
         self._idle: dict[KeptPage, None] = {}
-        # Popped from the end, so low numbers first.
+        # Numbers are popped from the end, so low ones come first.
         self._places = list(reversed(range(host_places)))
         self._copied: dict[KeptPage, None] = {}
         """Pages with a copy in host memory, the oldest copy first."""
         self._saving: dict[KeptPage, int] = {}
-        """Pages whose copy is being made, and the index that it is made from."""
+        """Pages whose copy is being made -> the index that is copied."""
 
     @property
     def idle(self) -> int:
-        """Pages of the pool that nobody holds and that have a name."""
+        """The number of pages in the pool that have a name and that no sequence holds."""
         return len(self._idle)
 
     @property
     def known(self) -> tuple[int, int]:
-        """Numbers of pages with a name, in the page pool and in host memory. Some lie in both."""
+        """Numbers of pages with a name, in the page pool and in host memory. A page in both counts in both."""
         stored = sum(kept.page is None for kept in self._copied)
         return len(self._known) - stored, len(self._copied)
 
     def digests(self) -> Iterator[bytes]:
-        """The digests of all pages: first those that are held, then those that would be evicted last."""
+        """The digests of all pages: held pages first, then idle pages, then pages in host memory, each of the latter
+        two in the reverse order of eviction."""
         held = (kept for kept in self._known.values() if kept.users)
         stored = (kept for kept in reversed(self._copied) if kept.page is None)
         return (kept.name.digest for kept in chain(held, reversed(self._idle), stored))
@@ -102,17 +103,17 @@ class KeptPages:
         return found
 
     def count(self, queried: int, found: int) -> None:
-        """A sequence asked for `queried` pages and holds `found` of them."""
+        """Count a sequence that asked for `queried` pages and holds `found` of them."""
         self.counts.queried_pages += queried
         self.counts.hit_pages += found
 
     def hold(self, kept: KeptPage) -> None:
-        """One more sequence holds a page."""
+        """Add a holder to a page."""
         kept.users += 1
         self._idle.pop(kept, None)
 
     def let_go(self, kept: KeptPage) -> int | None:
-        """One sequence less holds a page. If it was the last, and the page has lost its name, its index is free."""
+        """Remove a holder of a page. Returns the page's index if it is free now: the page has no holder and no name."""
         kept.users -= 1
         if kept.users:
             return None
@@ -124,13 +125,13 @@ class KeptPages:
     def name(self, name: PageName, parent: KeptPage | None, page: int) -> KeptPage | None:
         """Name a sealed page. Returns the page of that name, which may be another one with the same bytes.
 
-        None if it cannot have the name: another page has the digest, or is on its way to it.
+        Returns None if the page cannot have the name: another page has its digest, or is being loaded under it.
         """
         known = self._known.get(name.digest)
         if known is not None and known.name == name and known.parent is not parent:
             if known.users:
                 return None
-            self._forget(known)  # the page before it is gone, so nothing leads here any more
+            self._forget(known)  # its parent is gone, so no lookup reaches it any more
             known = None
         if known is None:
             known = self._known[name.digest] = KeptPage(name, parent, page)
@@ -143,7 +144,7 @@ class KeptPages:
     # Eviction -------------------------------------------------------------------------------------------------------
 
     def evict(self) -> int:
-        """Take the idle page that was used least recently out of the pool; returns its index."""
+        """Take the least recently used idle page out of the pool; return its index."""
         kept = next(iter(self._idle))
         del self._idle[kept]
         page, kept.page = kept.page, None
@@ -154,9 +155,9 @@ class KeptPages:
         return page
 
     def to_save(self, most: int) -> list[Copy]:
-        """At most `most` copies to make, of the pages that are evicted next and have none. `saved` follows.
+        """At most `most` copies to make, of the pages that are evicted next and have no copy. `saved` must follow.
 
-        No more pages have a copy than host memory holds; those that are evicted first come first.
+        Copies are made in the order of eviction, for no more pages than host memory holds.
         """
         going = list(islice(self._idle, self.host_places))
         copies: list[Copy] = []
@@ -173,7 +174,7 @@ class KeptPages:
         return copies
 
     def saved(self, copies: Iterable[Copy], *, worked: bool = True) -> None:
-        """The copies are made. One of a page that has left the pool meanwhile may be another's bytes."""
+        """Note that copies are made. A copy whose page left the pool meanwhile is dropped: its bytes may be wrong."""
         for copy in copies:
             del self._saving[copy.kept]
             if worked and self._is_known(copy.kept) and copy.kept.page == copy.page and copy.kept.place is None:
@@ -183,13 +184,13 @@ class KeptPages:
                 self._places.append(copy.place)
 
     def load(self, kept: KeptPage, page: int) -> Copy:
-        """Begin to bring a held page back to index `page` of the pool. `loaded` follows."""
+        """Begin to bring a held page back to index `page` of the pool. `loaded` must follow."""
         assert kept.place is not None
         kept.page, kept.loading = page, True
         return Copy(kept, page, kept.place)
 
     def loaded(self, copies: Iterable[Copy], *, worked: bool = True) -> None:
-        """The copies have arrived, or failed: then the pages lose their names."""
+        """Note that loads are over. If they failed (not `worked`), the pages lose their names."""
         for copy in copies:
             copy.kept.loading = False
             if not worked and self._is_known(copy.kept):
@@ -210,7 +211,7 @@ class KeptPages:
         return self._known.get(kept.name.digest) is kept
 
     def _new_place(self, going: Sequence[KeptPage]) -> int | None:
-        """A place in host memory. If none is free, the oldest copy goes, but none of a page that is about to go."""
+        """A place in host memory. If none is free, drops the oldest copy of a page that is not in `going`."""
         if not self._places:
             spared = set(going)
             oldest = next((kept for kept in self._copied if kept not in spared and not kept.loading), None)
@@ -228,7 +229,8 @@ class KeptPages:
             del self._copied[kept]
 
     def _forget(self, kept: KeptPage) -> None:
-        """Drop the name of a page that nobody holds. If it lies in the pool, it is the next to be evicted."""
+        """Forget a page without a holder. If it is in the pool, the caller gives its name to another page, and it stays
+        idle until it is evicted."""
         self._give_up_place(kept)
         if kept.page is None:
             del self._known[kept.name.digest]

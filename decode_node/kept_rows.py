@@ -1,9 +1,9 @@
-"""Exact rows at the ends of sequences, in host memory, where a codec's queries see some pages exactly (`Window`).
+"""Exact rows at the ends of sequences, in host memory, for codecs whose queries see some pages exactly (`Window`).
 
-A prompt that goes on after kept pages needs the exact rows of the last of them, and of the first ones. They lie in the
-slot of the sequence that sealed them and would go with it. So the slot of a sequence that ends is copied, under the
-name of its last sealed page: that is where the next turn of its conversation goes on. This node goes on with them
-itself (`copies.py`), or lends them to a prefill node (`lending.py`).
+A prompt that goes on after kept pages needs the exact rows of the last of them, and of the first ones. These rows are
+in the slot of the sequence that sealed the pages, and would be lost with it. So the slot of a sequence that ends is
+copied, under the name of its last sealed page, where the next turn of its conversation goes on. This node uses the rows
+for sequences of its own (`copies.py`), or lends them to a prefill node (`lending.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from hackkv.page_names import PageName
 
 
 class KeptRows:
-    """The rows kept for some pages; the least recently used go first."""
+    """The rows kept for some pages. The least recently used ones are dropped first."""
 
     def __init__(self, most: int) -> None:
-        """Rows are kept for at most so many pages; with 0 for none."""
+        """Rows are kept for at most `most` pages."""
         self.most = most
         self._kept: dict[PageName, HostKv] = {}
 
@@ -34,7 +34,7 @@ class KeptRows:
             del self._kept[next(iter(self._kept))]
 
     def of(self, name: PageName) -> HostKv | None:
-        """The rows kept for `name`, which are used now."""
+        """The rows kept for `name`, which become the most recently used; None if there are none."""
         rows = self._kept.pop(name, None)
         if rows is not None:
             self._kept[name] = rows

@@ -1,10 +1,10 @@
 """Writes the frames of handoffs to pages, and reads pages that are lent.
 
-Large frames take a thread of their own, and on a GPU all do, so the event loop stays free.
+Large frames, and all frames on a GPU, land on a thread beside the event loop, which stays free.
 
 A frame is verified and decoded into memory of its own. Only then is it written to the pages that its reservation holds,
-under a lock that `LandingGrant.close` takes as well. So pages that are given back after `close` have no writer any
-more, and no reader. `close` waits for one frame's copy at most, never for a coder.
+under a lock that `LandingGrant.close` takes as well. So pages that are given back after `close` have neither writer nor
+reader. `close` waits for the copy of one frame at most, never for a coder.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from hackkv.kv_memory import KvMemory
 from hackkv.types import KvFrame
 
 AT_ONCE_BYTES: Final = 64 << 10
-"""A smaller frame lands in less time than it takes to go to another thread and back, if no device is waited for."""
+"""The largest frame that lands on the event loop, unless it needs a device: a switch of threads would take longer."""
 
 
 class LandingGrant:
     """A grant whose pages and slot a handoff may write to, and whose held pages may be lent, until `close`."""
 
     def __init__(self, grant: Grant, rows: int, exact: int = 0) -> None:
-        """`rows` are those of the prompt. Exact rows of the first `exact` pages do not come with the handoff."""
+        """`rows` is the number of the prompt's rows. The handoff lacks the exact rows of the first `exact` pages."""
         self.held, self.rows, self.exact = grant, rows, exact
         self.lock = Lock()
         self.closed = False
-        """Changes under the lock."""
+        """Whether copies are forbidden. Changes under the lock."""
 
     def close(self) -> None:
-        """Forbid all further copies. Waits for the one that is under way."""
+        """Forbid all further copies. Waits for the copy that is under way."""
         with self.lock:
             self.closed = True
 
     def check(self, transfer_id: str) -> None:
-        """Raise `TransferError` if copies are forbidden; under the lock."""
+        """Raise `TransferError` if copies are forbidden. The caller must hold the lock."""
         if self.closed:
             raise TransferError(f"transfer {transfer_id} was cancelled at the decode node")
 
 
 class LandingStrip:
-    """Lands the frames of a node's handoffs, one at a time. `close` waits for the one that is landing."""
+    """Lands the frames of a node's handoffs, one at a time. `close` waits for the frame that is landing."""
 
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="landing")
 
     async def land(self, grant: LandingGrant, frame: CheckedFrame) -> float:
-        """Verify, decode and write a frame. Returns the seconds that it took.
+        """Verify, decode and write a frame. Returns the seconds that this took.
 
-        A task that is cancelled here leaves the frame landed or not landed; which of the two is settled when
-        `grant.close` returns. Raises `FrameRefused`, or `TransferError` when the grant is closed.
+        If the task is cancelled here, the frame may still land, but not after `grant.close` has returned. Raises
+        `FrameRefused`, or `TransferError` when the grant is closed.
         """
         if frame.raw_bytes <= AT_ONCE_BYTES and self._memory.lanes.inline:
             return self._land(grant, frame)
@@ -70,7 +70,7 @@ class LandingStrip:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._seal, grant, transfer_id)
 
     async def lift(self, grant: LandingGrant, layer: int, pages: range, writer: FrameWriter) -> list[KvFrame]:
-        """A layer's frames of some of the pages that the grant holds. Raises `TransferError` when that is closed."""
+        """The frames of a layer's pages `pages`, which the grant holds. Raises `TransferError` when it is closed."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._lift, grant, layer, pages, writer)
 
     def close(self) -> None:

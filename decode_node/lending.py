@@ -1,8 +1,8 @@
-"""Lends the prefill node of a request the pages that this node holds of its prompt, as frames.
+"""Lends the pages of a prompt that this node holds to the prefill node of the request, as frames.
 
-The request's own room holds these pages, from `Reserved` until its KV has landed or its call ends. So a page that
-travels has an owner, and whatever ends the request ends the lending: pages are read under the lock that closing a
-reservation takes. Every read is one frame's. The fetcher reads slowly or not at all without holding anything else up.
+The request's reservation holds these pages, from `Reserved` until its KV has landed or its call ends. So a lent page
+always has a holder. The end of the request also ends the lending: pages are read under the lock that closing a
+reservation takes. Each read is one frame. So a fetcher that reads slowly or not at all holds up nothing else.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Lender:
         self._at_once = [
             max(1, MAX_FRAME_BYTES // (planes_bytes(planes) * heads)) for planes in runner.codec.wire_planes
         ]
-        """Pages of a frame, by layer."""
+        """The most pages of a frame, by layer."""
         self.counts = LendCounts()
 
     def check(self, handoff: Handoff, held: Sequence[PageName]) -> HostKv | None:
-        """The exact rows that belong to what `handoff` asks for; None where the codec needs none.
+        """The exact rows that belong to the pages for which `handoff` asks; None if the codec needs none.
 
-        Raises `HandshakeRefused` where it asks for other pages than those of `held`, or the rows are not here.
+        Raises `HandshakeRefused` if it asks for pages that are not in `held`, or the rows are not here.
         """
         end, rest = divmod(handoff.num_tokens, self._footprint.page_tokens)
         exact_rows = self._footprint.exact_rows(handoff.num_tokens)

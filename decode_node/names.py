@@ -9,10 +9,10 @@ from hackkv.types import Request
 
 
 class SequenceNames:
-    """Grows with the tokens that are chosen."""
+    """Page names of a sequence. With each full page of chosen tokens there is one more."""
 
     def __init__(self, naming: Naming, request: Request, *, grows: bool) -> None:
-        """With `grows` False only the prompt's pages get names: others would not hold what a prompt's pages hold."""
+        """With `grows` False only the prompt's pages get names: pages from decode have other bytes than prefill's."""
         self._naming, self._salt, self._grows = naming, request.cache_salt, grows
         self._names = list(naming.names(request.prompt_ids, request.cache_salt))
         self._rest = list(request.prompt_ids[len(self._names) * naming.page_tokens :])
@@ -23,7 +23,7 @@ class SequenceNames:
         return self._names
 
     def chosen(self, ids: Sequence[int]) -> None:
-        """These tokens follow."""
+        """Append chosen tokens."""
         if not self._grows:
             return
         self._rest += ids

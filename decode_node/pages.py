@@ -1,6 +1,6 @@
-"""Pages and slots of a decode node as numbers, and which grant holds them. No tensors.
+"""Pages and slots of a decode node as numbers, and the grants that hold them. No tensors.
 
-A sequence's first pages may be held by others too: those that have a name (`kept_pages.py`). All others are its own.
+The first pages of a sequence have names (`kept_pages.py`), and other sequences may hold them too. It owns all others.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ class Grant(NamedTuple):
     pages: tuple[int, ...]
     slot: int
     held: int = 0
-    """The number of its first pages that held the bytes of its prompt when it came."""
+    """The number of first pages that contained the bytes of the prompt when the sequence came."""
     loads: tuple[Copy, ...] = ()
-    """The copies from host memory that its first pages need before use."""
+    """The copies from host memory that the first pages need before use."""
 
 
 class PagePool:
     """Hands out pages and slots of a fixed pool. "No room" is a return value; giving back twice is an error."""
 
     def __init__(self, num_pages: int, num_slots: int, host_places: int = 0) -> None:
-        """`host_places` pages that nobody holds may lie in host memory."""
+        """Host memory has room for copies of `host_places` pages."""
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.kept = KeptPages(host_places)
-        # Popped from the end, so low numbers first.
+        # Numbers are popped from the end, so low ones come first.
         self._pages = list(reversed(range(num_pages)))
         self._slots = list(reversed(range(num_slots)))
         self._busy_slots: set[int] = set()
-        """Slots that a copy reads: they are free when it is over."""
+        """Slots that a copy reads. They are free when the copy is over."""
         self._held: dict[int, Grant] = {}
         self._named: dict[int, list[KeptPage]] = {}
         """Slot of a grant -> its first pages, which have names."""
@@ -48,7 +48,7 @@ class PagePool:
 
     @property
     def empty_pages(self) -> int:
-        """Free pages whose contents nobody may ask for."""
+        """Free pages without a name, whose contents no prompt can use."""
         return len(self._pages)
 
     @property
@@ -62,11 +62,11 @@ class PagePool:
         return tuple(self._slots)
 
     def taken_by(self, num_pages: int, names: Sequence[PageName] = ()) -> int:
-        """The free pages that `take` would take. Pages that others hold too cost nothing."""
+        """The number of free pages that `take` would take. Pages that others hold already cost none."""
         return num_pages - sum(kept.users > 0 for kept in self.kept.match(names[:num_pages]))
 
     def take(self, num_pages: int, names: Sequence[PageName] = ()) -> Grant | None:
-        """Take pages and one slot, or None if either is short. The first pages are those of `names` that are known."""
+        """Take pages and one slot; None if either is short. The first pages are the longest known prefix of `names`."""
         found = self.kept.match(names[:num_pages])
         fresh = num_pages - sum(kept.users > 0 for kept in found)
         if fresh > self.free_pages or not self._slots:
@@ -123,18 +123,18 @@ class PagePool:
             self._slots.append(grant.slot)
 
     def keep_slot(self, grant: Grant) -> None:
-        """Do not give the slot of `grant` to anybody until `free_slot`. Raises `ValueError` when it is not held."""
+        """Give the slot of `grant` to no other grant until `free_slot`. Raises `ValueError` when it is not held."""
         self._check_held(grant)
         self._busy_slots.add(grant.slot)
 
     def free_slot(self, slot: int) -> None:
-        """The slot of `keep_slot` is not needed any more, except by a grant that still holds it."""
+        """End `keep_slot`: the slot is free, unless a grant still holds it."""
         self._busy_slots.remove(slot)
         if slot not in self._held:
             self._slots.append(slot)
 
     def freed_by(self, grants: Iterable[Grant]) -> int:
-        """The pages that are free once all of `grants` are given back."""
+        """The number of pages that become free when all of `grants` are given back."""
         leaving, private = Counter[KeptPage](), 0
         for grant in grants:
             named = self._named[grant.slot]

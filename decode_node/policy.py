@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SOON = 8
-"""Steps. A sequence that ends within these gives its pages back before a swap would pay."""
+"""Number of steps. A sequence that ends within them gives its pages back before a swap would pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +18,16 @@ class SwapCandidate:
     pages: int
     """Pages that swapping it out would free."""
     left: int
-    """Tokens until its end, at most."""
+    """The most tokens until its end."""
 
 
 def pick_victim(candidates: Sequence[SwapCandidate]) -> int | None:
     """Index of the sequence to swap out: the youngest that holds pages and does not end soon; None if there is none.
 
-    The oldest is never chosen. So it always advances, whatever arrives after it, and by induction every sequence does.
-    That is why age decides and not size. A large victim would free more with one copy, but long requests would then be
-    swapped again and again while short ones pass them.
+    If only sequences that end soon remain, the youngest of them is chosen. The oldest is never chosen. So the oldest
+    always advances, whatever arrives after it, and by induction every sequence does. For that reason age decides and
+    not size. A large victim would free more with one copy, but long requests would then be swapped again and again
+    while short ones pass them.
     """
     if not candidates:
         return None
@@ -37,11 +38,11 @@ def pick_victim(candidates: Sequence[SwapCandidate]) -> int | None:
 
 
 def replay_rows(start: int, rows: int, budget: int, page_tokens: int, *, by_page: bool = False) -> int:
-    """The rows, of `rows` from row `start` on, that run in one chunk of at most `budget`.
+    """The number of rows, of `rows` from row `start` on, that run in one chunk of at most `budget`.
 
-    A chunk that starts inside a page ends with that page at the latest, and `by_page` every chunk does. Otherwise it
-    would overwrite rows of its slot that a repeated step still has to read (`KvCodec.attend`). Any other chunk but the
-    last holds whole pages.
+    A chunk that starts inside a page ends with that page at the latest. With `by_page` every chunk does. Otherwise a
+    chunk would overwrite rows of its slot that a repeated step still has to read (`KvCodec.attend`). Any other chunk
+    but the last holds whole pages.
     """
     inside = start % page_tokens
     if inside or by_page:

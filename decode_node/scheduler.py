@@ -1,13 +1,12 @@
 """Decides between two steps which sequences run, take more pages or wait in host memory. Numbers only, no tensors.
 
-A sequence takes pages as it seals them. Before a step it holds the pages that the step needs, or it is not in the step.
-When pages run short, victims (`decode_node.policy`) move to host memory. They come back oldest first, and nothing is
-computed twice.
+A sequence takes pages as it seals them. It is in a step only if it holds the pages that the step needs. When pages run
+short, victims (`decode_node.policy`) move to host memory. They come back oldest first, and nothing is computed twice.
 
 **Hysteresis.** The step in which a sequence needs its next page is known: the one that fills its last page. A victim
-leaves when the batch will run out of pages within `LOW_PAGES` of a page's steps. That is early enough for its copy to
-run beside those steps. A sequence comes in, or back, only if all sequences here can then go on for `HIGH_PAGES` of a
-page's steps. So no sequence has to leave for a while.
+leaves when the batch would run out of pages within `LOW_PAGES` times the steps of a page. That is early enough for its
+copy to run beside those steps. A sequence is admitted or brought back only if all sequences on the device can then go
+on for `HIGH_PAGES` times the steps of a page. So no sequence has to leave for a while.
 
 **Progress.** Admission keeps, for all admitted sequences i of at most W_i pages and one slot S each,
 
@@ -16,15 +15,15 @@ page's steps. So no sequence has to leave for a while.
 In the first case pages never run short. In the second case a swap that is needed always fits. Let f pages be free while
 d > f are wanted, and let a victim of v pages leave. All sequences hold at most sum(W_i) - d pages. Those on the device
 hold at least device pages - f - v after the swap. So the host holds less than sum(W_i) - device pages + v pages, and
-v <= max(W_i). (Pages that several sequences share count for each of them, which only makes the sums larger. Pages that
-nobody holds count as free, since they can be taken at once. Pages on their way back count on both sides until they have
-arrived. A swap that does not fit waits until then.)
-So the oldest sequence on the device gets every page that it wants: it fits alone, and all younger ones can leave.
-Sequences that still land hold the pages of their first step already. They become the youngest, or close at their
-deadline. When the oldest ends, the next one is the oldest. Sequences in host memory go before every new request, so no
-stream of arrivals can starve them. They come back only when the batch has a place for them. So a sequence that has
-begun to run is in every step unless pages are short.
-`tests/decode_node/test_scheduler.py` runs this against random schedules.
+v <= max(W_i). (Pages that several sequences share count for each of them, which only makes the sums larger. Pages
+without a holder count as free, since they can be taken at once. Pages of a sequence that returns count on both sides
+until they have arrived. A swap that does not fit waits until then.)
+So the oldest sequence on the device gets every page that it needs: it fits alone, and all younger ones can leave.
+Sequences that still land hold the pages of their first step already. They become the youngest, or end at their
+deadline. When the oldest ends, the next one becomes the oldest. Sequences in host memory go before every new request,
+so no stream of arrivals can starve them. They come back only when the batch has a place for them. So a sequence that
+has begun to run is in every step unless pages are short.
+`tests/decode_node/test_scheduler.py` runs this scheduler with random schedules.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from hackkv.page_names import PageName
 
 LOW_PAGES = 1 / 16
 HIGH_PAGES = 1 / 4
-"""Lookahead of the watermarks, in pages' worth of steps. A larger one leaves memory idle, a smaller one swaps more."""
+"""Lookahead of the watermarks, as shares of a page's steps. Larger ones leave memory idle, smaller ones swap more."""
 
 
 class Lookahead(NamedTuple):
@@ -54,7 +53,7 @@ class Lookahead(NamedTuple):
 
 
 def lookahead(page_tokens: int) -> Lookahead:
-    """With pages of so many tokens."""
+    """The lookahead for pages of `page_tokens` tokens."""
     return Lookahead(max(1, round(LOW_PAGES * page_tokens)), max(2, round(HIGH_PAGES * page_tokens)))
 
 
@@ -67,9 +66,9 @@ class SchedulerLimits:
     max_batch: int
     """Sequences in one step."""
     replay_tokens: int
-    """Rows of all replays in one step; at least one page runs."""
+    """Rows of all replays in one step. At least one page runs."""
     replay_by_row: bool = False
-    """Whether a replay runs one row a step, since decode does not see what a prompt does."""
+    """Whether a replay runs one row a step, for codecs whose decode differs from prefill."""
 
 
 class DecodeScheduler(Generic[Owner]):
@@ -88,7 +87,7 @@ class DecodeScheduler(Generic[Owner]):
         self._moving: set[Seat[Owner]] = set()
         self._landed = 0
         self._most_pages = 0
-        """The most that all present sequences may come to hold."""
+        """The most pages that all admitted sequences may come to hold."""
         self.running = 0
         """Sequences in the current step."""
         self.host_bytes = 0
@@ -106,17 +105,17 @@ class DecodeScheduler(Generic[Owner]):
 
     @property
     def swapped(self) -> int:
-        """Sequences that are in host memory or on their way."""
+        """Sequences that are in host memory, or on the way there or back."""
         return len(self._host) + len(self._moving)
 
     @property
     def is_roomy(self) -> bool:
-        """Whether the pool has all pages that its sequences may come to hold, so that nobody ever waits for one."""
+        """Whether the pool has all pages that its sequences may come to hold, so that no sequence waits for one."""
         return self._most_pages <= self.pool.num_pages
 
     @property
     def reserved_tokens(self) -> int:
-        """Rows that all admitted sequences may come to."""
+        """The most rows that all admitted sequences may come to hold."""
         return sum(seat.limit for seat in self._seats)
 
     # Coming and going -----------------------------------------------------------------------------------------------
@@ -124,10 +123,10 @@ class DecodeScheduler(Generic[Owner]):
     def admit(self, owner: Owner, rows: int, limit: int, names: Sequence[PageName] = ()) -> Seat[Owner]:
         """Take pages for `rows` rows and the step after them; the sequence may grow to `limit` rows.
 
-        Pages of `names`, which are its first ones, are shared where they are known. If some have to come from host
-        memory (`Grant.loads`), `loaded` must follow.
+        The first pages, whose names are `names`, are shared if they are known. If some have to come from host memory
+        (`Grant.loads`), `loaded` must follow.
 
-        Raises `RequestError` if it could not even run alone, and `Overloaded` if it cannot come in now.
+        Raises `RequestError` if the sequence could not even run alone, and `Overloaded` if there is no room now.
         """
         worst = self.footprint.sealed(limit)
         if worst > self.pool.num_pages:
@@ -155,16 +154,16 @@ class DecodeScheduler(Generic[Owner]):
         return seat
 
     def loaded(self, seat: Seat[Owner], *, worked: bool = True) -> None:
-        """Say that the pages of `Grant.loads` have arrived, or failed to."""
+        """Report that the pages of `Grant.loads` have arrived, or failed to (not `worked`)."""
         self.pool.kept.loaded(seat.held_grant.loads, worked=worked)
         seat.loading = False
         if seat.place is Place.GONE:
             self._release(seat)
 
     def land(self, seat: Seat[Owner], pending: int = 1) -> None:
-        """Say that a sequence's KV is complete. It runs as soon as the batch has a place for it.
+        """Report that a sequence's KV is complete. It runs as soon as the batch has a place for it.
 
-        Its first `pending` - 1 rows are a replay. Without effect if it has left meanwhile.
+        Its first `pending` - 1 rows are a replay. A sequence that has left meanwhile is ignored.
         """
         if seat.place is Place.GONE:
             return
@@ -173,7 +172,7 @@ class DecodeScheduler(Generic[Owner]):
         self._device.append(seat)
 
     def leave(self, seat: Seat[Owner]) -> None:
-        """Take a sequence out. Pages that a step or a copy uses are free when that is over. A repeat has no effect."""
+        """Take a sequence out. Pages that a step or copy uses become free when that is over. A repeat has no effect."""
         if seat.place is Place.GONE:
             return
         for group in (self._device, self._host):
@@ -187,7 +186,7 @@ class DecodeScheduler(Generic[Owner]):
     # Between two steps ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan[Owner]:
-        """Return what to do now. `stepped` and `copied` report that it is done. No step may be under way."""
+        """Return the next step and copies. `stepped` and `copied` report their end. No step may be under way."""
         leaving = self._make_room()
         returning = self._bring_back()
         shares = self._shares()
@@ -223,7 +222,7 @@ class DecodeScheduler(Generic[Owner]):
             insort(self._device, seat, key=_order)
 
     def _make_room(self) -> list[Seat[Owner]]:
-        """Swap out until the batch can go on for `lookahead.low` steps."""
+        """Choose sequences to swap out, until the batch can go on for `lookahead.low` steps."""
         leaving: list[Seat[Owner]] = []
         if self.is_roomy:
             return leaving
@@ -249,9 +248,8 @@ class DecodeScheduler(Generic[Owner]):
         return leaving
 
     def _bring_back(self) -> list[Seat[Owner]]:
-        """Bring back the oldest while those here can go on for `lookahead.high` steps and the batch has a place.
-
-        So a sequence that returns never pushes out one that runs.
+        """Bring back the oldest swapped sequences, while the batch has places and all on the device can go on for
+        `lookahead.high` steps. So a sequence that returns never pushes out one that runs.
         """
         returning: list[Seat[Owner]] = []
         if not self._host:
@@ -285,7 +283,7 @@ class DecodeScheduler(Generic[Owner]):
         return shares
 
     def _replay_rows(self, seat: Seat[Owner], budget: int) -> int:
-        """Rows of the next chunk: within the budget, and within the pages that are there."""
+        """Rows of the next chunk, within the budget and the pages that are held or free."""
         page_tokens = self.footprint.page_tokens
         by_page = self.footprint.window.recent > 0
         rows = 1 if self._limits.replay_by_row else seat.pending - 1
@@ -295,7 +293,7 @@ class DecodeScheduler(Generic[Owner]):
         return rows
 
     def _grow(self, seat: Seat[Owner], rows: int) -> bool:
-        """Take the pages that `rows` rows seal and `seat` lacks. False if they are not free."""
+        """Take the pages that `seat` lacks for `rows` rows. False if they are not free."""
         missing = self.footprint.sealed(rows) - seat.pages
         if missing > 0:
             assert seat.grant is not None
@@ -308,9 +306,9 @@ class DecodeScheduler(Generic[Owner]):
     # Sums -----------------------------------------------------------------------------------------------------------
 
     def _demand(self, steps: int, seats: Iterable[Seat[Owner]]) -> int:
-        """Pages that `seats` lack to go on for so many steps. A sequence without pages lacks all that it needs."""
+        """Pages that `seats` lack to go on for `steps` steps. A sequence without a grant lacks all that it needs."""
         sealed, pages = self.footprint.sealed, 0
-        for seat in seats:  # each of them in each plan: a sum of maxima is slower
+        for seat in seats:  # a hot loop: a sum of maxima is slower
             lacks = sealed(seat.reach(steps)) - seat.pages
             if lacks > 0:
                 pages += lacks

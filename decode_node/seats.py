@@ -1,4 +1,4 @@
-"""A sequence as the scheduler of a decode node sees it, and its plans. Numbers only, no tensors."""
+"""The sequences and plans of a decode node's scheduler. Numbers only, no tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Place(Enum):
     """The place of a sequence's KV."""
 
     LANDING = auto()
-    """A prefill node writes it."""
+    """A handoff writes the KV."""
     DEVICE = auto()
     LEAVING = auto()
-    """On its way to host memory."""
+    """The KV is on the way to host memory."""
     HOST = auto()
     RETURNING = auto()
-    """On its way back."""
+    """The KV is on the way back."""
     GONE = auto()
 
 
@@ -33,7 +33,7 @@ class Seat(Generic[Owner]):
 
     owner: Owner
     rows: int
-    """Rows that its cache holds: its tokens, less the evicted ones."""
+    """Rows in its cache: one for each token, less the evicted ones."""
     limit: int
     """The most rows that its cache may come to hold."""
     grant: Grant | None
@@ -44,9 +44,9 @@ class Seat(Generic[Owner]):
     """Tokens to run until the next one can be chosen; more than one in a replay."""
     host_bytes: int = 0
     loading: bool = False
-    """Some of its pages are on their way from host memory: they stay its own until they have arrived."""
+    """Whether some of its pages are on the way from host memory. Until then its grant is not given back."""
     busy: bool = False
-    """In the step that runs now."""
+    """Whether it is in the step that runs now."""
 
     def reach(self, steps: int) -> int:
         """Rows in the cache after its replay and `steps` more steps, at most `limit`."""
@@ -54,7 +54,7 @@ class Seat(Generic[Owner]):
 
     @property
     def held_grant(self) -> Grant:
-        """Its grant. Every sequence of a plan has one."""
+        """The grant. Every sequence of a plan has one."""
         assert self.grant is not None
         return self.grant
 
@@ -65,13 +65,13 @@ class Seat(Generic[Owner]):
 
 
 def publish(pool: PagePool, seat: Seat[Any], names: Sequence[PageName]) -> None:
-    """Name a sequence's first pages, which are sealed. It must not be in a step. Without effect if it has left."""
+    """Name a sequence's first pages, which are sealed. It must be in no step. A sequence that has left is ignored."""
     if seat.grant is not None and seat.place in (Place.LANDING, Place.DEVICE):
         seat.grant = pool.publish(seat.grant, names)
 
 
 def give_back(pool: PagePool, seat: Seat[Any]) -> None:
-    """Give back what a sequence holds on the device, if it holds anything."""
+    """Give back a sequence's grant, if it has one."""
     if seat.grant is not None:
         pool.give_back(seat.grant)
         seat.grant = None

@@ -36,8 +36,8 @@ from transport.wires import Listeners
 FAREWELL_S = 5.0
 """Seconds that a drained node waits for its last events to be read."""
 
-ROWS_SHARE: Final = 2
-"""One part in so many of the host memory for kept pages goes to exact rows, if the codec needs them."""
+ROWS_DIVISOR: Final = 2
+"""The divisor of the host memory for kept pages that gives the part for exact rows, if the codec needs them."""
 
 
 class DecodeService:
@@ -66,7 +66,7 @@ class DecodeService:
         self._naming = Naming(footprint.page_tokens, worker.fingerprint) if reuse else None
         host_bytes = settings.prefix_host_bytes if reuse else 0
         row_bytes = footprint.earlier_bytes
-        rows = KeptRows(host_bytes // ROWS_SHARE // row_bytes if row_bytes else 0)
+        rows = KeptRows(host_bytes // ROWS_DIVISOR // row_bytes if row_bytes else 0)
         host_places = (host_bytes - rows.most * row_bytes) // footprint.page_bytes
         self.inbox = Inbox(runner, worker.fingerprint, rows)
         self.pool = PagePool(num_pages, settings.max_sequences, host_places)
@@ -86,22 +86,22 @@ class DecodeService:
         self._idle.set()
         self._counts: Counter[str] = Counter()
         self.draining = asyncio.Event()
-        """Set when the node takes no new request."""
+        """Set when the node accepts no new request."""
 
     async def record(self) -> None:
         """Let the device record decode steps if it can, before the first request. Raises `ConfigError`."""
         await self._steps.record()
 
     async def listen(self, listeners: Listeners, lend: Lend | None = None) -> None:
-        """Take handoffs and lend pages on every listener; from now on `describe` says where. The caller closes them.
+        """Receive handoffs and lend pages on every listener. From now on `describe` gives their addresses.
 
-        `lend` stands before the inbox's own.
+        The caller closes the listeners. `lend` replaces the inbox's own.
         """
         wires = await listeners.serve(self.inbox.deliver, lend or self.inbox.lend)
         self._identity = replace(self._identity, wires=wires)
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
-        """Serve one request; see `DecodeNode`. Closing the iterator stops it within one step."""
+        """Serve one request; see `DecodeNode`. Closing the iterator stops the request within one step."""
         stream = self._admit(job)
         landing: asyncio.Task[None] | None = None
         try:
@@ -115,7 +115,7 @@ class DecodeService:
                     yield event
         finally:
             self._let_go(stream)
-            # All that the stream holds is freed before the first await: a cancelled reader may get no further.
+            # Everything that the stream holds is freed before the first await: a cancelled reader may get no further.
             self._streams.discard(stream)
             if not self._streams:
                 self._idle.set()
@@ -150,7 +150,8 @@ class DecodeService:
         )
 
     async def drain(self, within_s: float) -> None:
-        """Take no new request and finish the present ones; after `within_s` the rest ends with `NodeDraining`."""
+        """Accept no new request and finish the present ones. After `within_s` seconds the rest ends with
+        `NodeDraining`."""
         self.draining.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -163,14 +164,14 @@ class DecodeService:
                 await self._idle.wait()
 
     async def close(self) -> None:
-        """Stop after the current step, and the frame that is landing."""
+        """Stop after the current step and the frame that is landing."""
         await self._steps.close()
         self.inbox.end()
 
     # A request's way in ---------------------------------------------------------------------------------------------
 
     def _admit(self, job: DecodeJob) -> Stream:
-        """Room for a job. Raises `RequestError`, `Overloaded` or `NodeDraining`."""
+        """Take room for a job. Raises `RequestError`, `Overloaded` or `NodeDraining`."""
         if self.draining.is_set():
             raise self._refusal()
         self._check(job)
@@ -246,7 +247,7 @@ class DecodeService:
         stream.put(error)
 
     def _let_go(self, stream: Stream) -> None:
-        """Free what a stream holds. Writes to its pages are stopped before the pages can get a new owner."""
+        """Free everything that a stream holds. Writes to its pages stop before the pages can get a new holder."""
         if stream.reservation is not None:
             self.inbox.close(stream.reservation)
         self._steps.leave(stream)

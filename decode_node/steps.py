@@ -1,7 +1,7 @@
-"""The life of a decode node on one page: plan, copy, step, send, again.
+"""The loop of a decode node on one page: plan, copy, step, send, again.
 
-All of it belongs to the event loop's thread. The engine's and the swapper's thread touch only what they were given.
-When a step or a copy fails, the loop ends the sequences concerned and goes on.
+Everything here belongs to the event loop's thread. The threads of the engine and the swapper touch only their
+arguments. When a step or a copy fails, the loop ends the sequences concerned and goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Steps:
-    """Runs what the scheduler plans. `close` ends it after the current step."""
+    """Runs the scheduler's plans. `close` ends the loop after the current step."""
 
     def __init__(self, runner: ModelRunner, scheduler: DecodeScheduler[Stream], rows: KeptRows) -> None:
         self._scheduler = scheduler
@@ -61,7 +61,7 @@ class Steps:
     def leave(self, stream: Stream) -> None:
         """End a stream, finished or not. A repeat has no effect."""
         if stream.reservation is not None:
-            stream.reservation.grant.close()  # nothing is written to its pages, or lent of them, once others have them
+            stream.reservation.grant.close()  # no write to or read of its pages once they have another holder
         if stream.seat.place is Place.DEVICE and not stream.seat.busy:
             self.copies.keep_rows(stream)
         self._scheduler.leave(stream.seat)
@@ -78,7 +78,7 @@ class Steps:
     async def _run(self) -> None:
         try:
             await self._run_steps()
-        except Exception:  # a bug of the scheduler; `failed` tells, and the process ends
+        except Exception:  # a bug of the scheduler; `failed` becomes True, and the process ends
             log.exception("the decode loop failed")
             self._fail_all([seat.owner for seat in self._scheduler.seats], HackkvError("the decode loop failed"))
             raise
@@ -104,7 +104,7 @@ class Steps:
                 chosen = await self._end(step, plan.shares)
 
     def _begin(self, plan: Plan[Stream]) -> asyncio.Future[list[Outcome]] | None:
-        """Start the step on the engine's thread, if there is one."""
+        """Start the step on the engine's thread; None if the plan has no step."""
         if not plan.shares:
             return None
         return asyncio.get_running_loop().run_in_executor(self._thread, self._engine.step, _parts(plan.shares))
@@ -149,7 +149,7 @@ class Steps:
         return chosen
 
     def _publish(self, shares: Iterable[StepShare[Stream]]) -> None:
-        """Name the pages that a step has sealed, so that they outlive their sequences."""
+        """Name the pages that a step has sealed, so that they are kept after their sequences end."""
         page_tokens = self._scheduler.footprint.page_tokens
         for seat, rows, _ in shares:
             names = seat.owner.names

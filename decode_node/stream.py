@@ -18,16 +18,16 @@ from hackkv.types import Decoded, DecodeEvent, DecodeJob
 
 @dataclass(slots=True, eq=False, repr=False)
 class Stream:
-    """A job and what became of it. Nothing here waits for the reader, so a slow reader holds no pages."""
+    """A job and its state. Nothing here waits for the reader, so a slow reader holds no pages."""
 
     job: DecodeJob
     seat: Seat[Stream] = field(init=False)
     names: SequenceNames | None = None
-    """The names of its pages; None on a node that keeps none."""
+    """The names of its pages; None on a node that keeps no pages."""
     reservation: Reservation | None = None
-    """Set while its KV may come."""
+    """Set when the node expects its KV."""
     loading: asyncio.Task[bool] | None = None
-    """Brings pages of its prompt back from host memory, and exact rows."""
+    """Brings pages and exact rows of its prompt back from host memory."""
     held: HeldKv = NOTHING_HELD
     """The part of its prompt that was here when it came."""
     sequence: Sequence = field(init=False)
@@ -43,11 +43,11 @@ class Stream:
         return self.seat.place is Place.GONE
 
     def put(self, event: DecodeEvent | HackkvError) -> None:
-        """Append an event; an error or `Decoded` is the last."""
+        """Append an event. An error or `Decoded` is the last one."""
         self._events.put_nowait(event)
 
     async def events(self) -> AsyncIterator[DecodeEvent]:
-        """Everything up to `Decoded`. Raises the error that ended the stream instead."""
+        """All events up to `Decoded`. If an error ended the stream, raises it."""
         while True:
             event = await self._events.get()
             if isinstance(event, HackkvError):

@@ -1,9 +1,7 @@
-"""Copies KV to host memory and back, on a thread of its own beside the engine's steps: of sequences that wait, and of
-pages that nobody holds.
+"""Copies KV of swapped sequences and of idle pages to host memory and back, on a thread beside the engine's steps.
 
-A copy touches only pages that no step uses, with one exception: a page that nobody holds may be taken while it is
-copied. What was read then is thrown away (`kept_pages.py`). The rest of a sequence (its sampler, the tokens it has to
-run) is always in host memory.
+A copy touches only pages that no step uses, with one exception: an idle page may be taken while it is copied. That copy
+is thrown away (`kept_pages.py`). The rest of a sequence (its sampler, the tokens to run) is always in host memory.
 """
 
 from __future__ import annotations
@@ -18,16 +16,16 @@ from hackkv.kv_memory import HostKv, HostPages, KvMemory
 
 
 class Swapper:
-    """Runs copies one after another beside the engine. `close` waits for the last."""
+    """Runs copies one after another beside the engine. `close` waits for the last one."""
 
     def __init__(self, memory: KvMemory, host_places: int) -> None:
-        """`host_places` pages that nobody holds may lie in host memory."""
+        """Host memory has room for copies of `host_places` pages."""
         self._memory = memory
         self._host_pages = HostPages(memory, host_places)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="swap")
 
     async def out(self, grant: Grant, pages: int, rows: int) -> HostKv:
-        """Copy the first `pages` pages of a grant, and the exact ones of its `rows` rows."""
+        """Copy the first `pages` pages of a grant, and the exact rows of a sequence of `rows` rows."""
         loop, copy_out = asyncio.get_running_loop(), self._memory.copy_out
         return await loop.run_in_executor(self._thread, copy_out, grant.pages[:pages], grant.slot, rows)
 
@@ -37,7 +35,7 @@ class Swapper:
         await loop.run_in_executor(self._thread, copy_back, kv, grant.pages, grant.slot)
 
     async def resume(self, grant: Grant, kv: HostKv, rows: int) -> None:
-        """Write those exact rows of `kv` to a grant's slot that a sequence of `rows` rows sees."""
+        """Write the exact rows of `kv` that a sequence of `rows` rows sees to a grant's slot."""
         loop, resume = asyncio.get_running_loop(), self._memory.resume
         await loop.run_in_executor(self._thread, resume, kv, grant.slot, rows)
 

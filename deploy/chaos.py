@@ -1,7 +1,7 @@
-"""Chaos for a compose cluster: now and then a random node is killed, and started again later, or is paused for a while.
+"""Chaos for a compose cluster: at intervals, a random node is killed and started again later, or paused for a while.
 
-It speaks Docker's API on its socket and touches only nodes of its own compose project. A kill by this API, unlike a
-crash, tells Docker not to restart the container, so it is started again here.
+The program calls Docker's API on its socket and touches only nodes of its own compose project. Unlike after a crash,
+Docker does not restart a container that was killed by this API. So this program starts it again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ REQUEST_S = 60.0
 ROLES = ("prefill-", "decode-")
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
 STRIKES = (("kill", "start"), ("pause", "unpause"))
-"""What is done to a node, and what undoes it."""
+"""Pairs of the verb that takes a node away and the verb that brings it back."""
 STOPS = (signal.SIGTERM, signal.SIGINT)
-"""What tells us to stop."""
+"""The signals that tell this program to stop."""
 
 
 class Engine:
@@ -33,7 +33,7 @@ class Engine:
         self._client = httpx.Client(transport=transport, base_url="http://docker", timeout=REQUEST_S)
 
     def own_project(self) -> str:
-        """The compose project of the container that this runs in."""
+        """The compose project of the container in which this program runs."""
         project: str = self._get(f"/containers/{socket.gethostname()}/json")["Config"]["Labels"][PROJECT]
         return project
 
@@ -52,9 +52,9 @@ class Engine:
 
 
 def strike(engine: Engine, project: str, down_s: float) -> bool:
-    """Take one random node away for `down_s` seconds, or until we are told to stop; return whether we were.
+    """Take one random node away for `down_s` seconds, or until a signal says to stop; return whether one did.
 
-    Signals wait meanwhile (`STOPS` are blocked): none comes between taking a node away and bringing it back.
+    `STOPS` are blocked, so no signal can end the program before it has brought the node back.
     """
     nodes = engine.nodes(project)
     if not nodes:
@@ -71,12 +71,12 @@ def strike(engine: Engine, project: str, down_s: float) -> bool:
 
 
 def told_to_stop(within_s: float) -> bool:
-    """Sleep, or wake when we are told to stop."""
+    """Sleep for `within_s` seconds, or until a signal says to stop; return whether one did."""
     return signal.sigtimedwait(STOPS, within_s) is not None
 
 
 def main() -> None:
-    """Strike until told to stop."""
+    """Strike until a signal says to stop."""
     parser = argparse.ArgumentParser(prog="chaos")
     parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds from one strike to the next")
     parser.add_argument("--down", type=float, default=5.0, metavar="S", help="seconds that a node stays away")

@@ -1,4 +1,4 @@
-"""Makes the secrets of a compose cluster: one file each in /secrets, once; files that exist are left alone."""
+"""Makes the secrets of a compose cluster, each a file in a folder. Existing files are left alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ def main(folder: Path) -> None:
         path = folder / name
         if path.exists():
             continue
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_urlsafe(32), encoding="ascii")
-        path.chmod(READABLE_BY_GROUP)
+        unfinished = path.with_suffix(".new")
+        unfinished.touch(mode=0o600)
+        unfinished.write_text(secrets.token_urlsafe(32), encoding="ascii")
+        unfinished.chmod(READABLE_BY_GROUP)
+        unfinished.rename(path)
         print(f"made {path}")
 
 

@@ -1,4 +1,4 @@
-"""Decides when a rule strikes. Nothing is done here, and nobody waits."""
+"""Decides when a rule strikes. Its action is carried out elsewhere (`faults.injector`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Armed:
 
 
 def armed(plan: FaultPlan, node: str) -> list[Armed]:
-    """The rules that concern a node, each at its beginning."""
+    """The rules that concern a node, with counts of 0."""
     return [
         Armed(rule, random.Random(f"{plan.seed}/{node}/{index}"))
         for index, rule in enumerate(plan.rules)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Hands(Protocol):
-    """What a fault can do outside the calls of a node. No method waits."""
+    """Actions of a fault outside the calls of a node. No method waits."""
 
     def kill(self, node: str, back_after_s: float) -> None:
         """End the node as SIGKILL would; start it again after `back_after_s`, if that is not 0."""
@@ -34,7 +34,7 @@ class Hands(Protocol):
 
 
 class Injector:
-    """The faults of one node. `on_strike` hears of each one in a few words."""
+    """The faults of one node. `on_strike` gets a short description of each strike."""
 
     def __init__(
         self, plan: FaultPlan, node: str, hands: Hands, on_strike: Callable[[str], None] = log.warning
@@ -50,7 +50,7 @@ class Injector:
             await self._strike(one.rule, request)
 
     async def reach_frame(self, frame: KvFrame, point: Point = Point.FRAME) -> list[KvFrame]:
-        """The frames that leave in place of `frame`. Raises `NodeLost` if a rule cuts the connection there."""
+        """The frames to send in place of `frame`. Raises `NodeLost` if a rule cuts the connection there."""
         request = self.requests.get(frame.transfer_id, "")
         frames = [frame]
         for one in self._strikes(point, request):
@@ -68,7 +68,7 @@ class Injector:
         return frames
 
     async def reach_parcel(self, payload: Payload) -> Payload:
-        """What leaves over a link in place of `payload`. Raises `NodeLost` if a rule cuts the connection there."""
+        """The payload to send in place of `payload`. Raises `NodeLost` if a rule cuts the connection there."""
         for one in self._strikes(Point.SEND, ""):
             if one.rule.do is Action.CORRUPT:
                 payload = _flipped(payload, one.chance)
@@ -100,8 +100,9 @@ class Injector:
 
 
 def _flipped(payload: Payload, chance: random.Random) -> Payload:
-    """The payload with one bit flipped."""
+    """The payload with one bit flipped. An empty payload stays empty."""
     flipped = bytearray(bytes(payload))
-    bit = chance.randrange(8 * len(flipped))
-    flipped[bit // 8] ^= 1 << bit % 8
+    if flipped:
+        bit = chance.randrange(8 * len(flipped))
+        flipped[bit // 8] ^= 1 << bit % 8
     return bytes(flipped)

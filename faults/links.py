@@ -1,4 +1,4 @@
-"""Links that suffer a plan of faults. Their calls wait in threads; rules strike on the event loop."""
+"""Links that suffer a fault plan. Their calls block threads; rules strike on the event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def faulty_links(faults: Injector) -> Callable[[LinkKind], LinkKind]:
-    """Returns a function that makes a kind of link suffer `faults`, for `transport.wires.Site.links`."""
+    """A function that makes a kind of link suffer `faults`, for `transport.wires.Site.links`."""
     return lambda kind: replace(kind, open=lambda rank, host: FaultyLink(kind.open(rank, host), faults))
 
 
@@ -56,7 +56,7 @@ class FaultyLink:
         self._suffer(self._faults.reach(Point.SENT, ""))
 
     def abort(self) -> None:
-        """See `Link`. Ends what a rule holds up."""
+        """See `Link`. Ends calls that a rule delays or stalls."""
         with self._lock:
             self._over = True
             striking = list(self._striking)
@@ -65,7 +65,7 @@ class FaultyLink:
         self._link.abort()
 
     def _suffer(self, strike: Coroutine[Any, Any, T]) -> T:
-        """Let rules strike. Raises what they raise, and `NodeLost` when the link is aborted meanwhile."""
+        """Run `strike` on the event loop and wait. Raises its errors, or `NodeLost` if the link is aborted."""
         with self._lock:
             if self._over:
                 strike.close()

@@ -1,4 +1,4 @@
-"""What goes wrong, as data.
+"""Fault plans: what goes wrong, as data.
 
     seed: 7
     rules:
@@ -6,7 +6,7 @@
       - {at: decode.token, do: kill, node: decode-1, nth: 40, seconds: 5}
 
 A rule counts the moments that match it, on each node separately. Whether it strikes depends on the seed, the node, the
-rule and that count, never on time. So the same plan strikes at the same moments.
+rule and the count, never on time. So the same plan always strikes at the same moments.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Point(StrEnum):
     ASSIGN = "prefill.assign"
     HANDOFF = "wire.handoff"
     CONNECT = "link.connect"
-    """Before an end of a link meets the other. Links know nothing of requests, so rules that name one miss them."""
+    """Before an end of a link connects. Links know no requests, so rules that name a request never strike at them."""
     FRAME = "wire.frame"
     SEND = "link.send"
-    """Before a parcel whose receiver is ready."""
+    """Before a parcel is sent whose receiver is ready."""
     ARRIVING = "link.arriving"
     """The receiver has asked for a parcel, which may be under way."""
     ARRIVED = "link.arrived"
@@ -52,7 +52,7 @@ class Point(StrEnum):
 
 
 class Action(StrEnum):
-    """What happens."""
+    """What a strike does."""
 
     DELAY = "delay"
     """The call, event or frame waits for `seconds`."""
@@ -63,13 +63,13 @@ class Action(StrEnum):
     DROP = "drop"
     """A frame is lost."""
     CORRUPT = "corrupt"
-    """A bit of a frame's payload flips, or of a parcel's."""
+    """A bit of a payload flips, in a frame or in a parcel."""
     DUPLICATE = "duplicate"
     """A frame comes twice."""
     SLOW = "slow"
     """A frame waits for its size divided by `bytes_per_s`."""
     KILL = "kill"
-    """The node dies at once; after `seconds` (if any) it is started again."""
+    """The node dies at once. After `seconds`, if not 0, it is started again."""
     ABORT = "abort"
     """The client leaves."""
     FILL = "fill"
@@ -77,7 +77,7 @@ class Action(StrEnum):
 
 
 AT_LINKS = (Point.CONNECT, Point.SEND, Point.ARRIVING, Point.ARRIVED, Point.SENT)
-"""Before, in and after a parcel. Only wires with links reach them."""
+"""Points before, during and after a parcel. Only wires with links reach them."""
 ON_FRAMES = frozenset({Action.DROP, Action.CORRUPT, Action.DUPLICATE, Action.SLOW})
 TIMED = frozenset({Action.DELAY, Action.FILL})
 
@@ -93,7 +93,7 @@ class FaultRule(Frozen):
     """Strike only at the nth matching moment of a node, counted from 1; 0 is every moment."""
     chance: float = Field(default=1.0, ge=0, le=1)
     times: int = Field(default=1, ge=0)
-    """Strikes at each node, at most; 0 is no limit."""
+    """The most strikes at each node; 0 is no limit."""
     seconds: float = Field(default=0.0, ge=0)
     bytes_per_s: float = Field(default=0.0, ge=0)
 

@@ -1,4 +1,4 @@
-"""A plan that a real process suffers: `faults: FILE` in a node's configuration."""
+"""Fault plans for real processes: `faults: FILE` in a node's configuration."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ class Fillable(Protocol):
         ...
 
     def give_back(self, grant: Any) -> None:
-        """Return what a grant holds."""
+        """Give the pages of a grant back."""
         ...
 
 
 class ProcessHands:
-    """Implements `Hands` for the process that it runs in. Restarting a killed process is left to a supervisor."""
+    """Implements `Hands` for this process. A supervisor must restart a killed process."""
 
     def __init__(self, pool: Fillable | None) -> None:
         self._pool = pool
 
     def kill(self, node: str, back_after_s: float) -> None:
-        """Die, here and now."""
+        """End this process by SIGKILL."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def abort(self, request: str) -> None:
-        """Not possible in a node: `suffer` refuses such plans."""
+        """Raise an error: a node cannot make a client leave. `suffer` refuses such plans."""
         raise NotImplementedError
 
     def fill(self, node: str, seconds: float) -> None:
-        """Take every free page for a while."""
+        """Take every free page for `seconds`."""
         pool = self._pool
         grant = pool.take(pool.free_pages) if pool else None
         if pool and grant:
@@ -57,9 +57,9 @@ class ProcessHands:
 
 
 def suffer(plan: Path | None, node: str, pool: Fillable | None = None) -> Injector | None:
-    """The faults of this process; None if it is to have none. Raises `ConfigError` naming the file.
+    """The faults of this process; None without a plan. Raises `ConfigError` naming the file.
 
-    `pool` is a decode node's pages.
+    `pool` is the page pool of a decode node.
     """
     if plan is None:
         return None

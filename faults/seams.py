@@ -1,4 +1,4 @@
-"""The wrappers: both kinds of nodes and a sender, which behave like the real one until a rule strikes."""
+"""Wrappers of both kinds of nodes, of a sender and of `Lend`. Each behaves like the original until a rule strikes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FaultyPrefill:
         self._node, self._faults = node, faults
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Run a prompt; a rule may strike each event before it leaves."""
+        """Run a prompt. A rule may strike before each event is sent."""
         request = job.request.request_id
         self._faults.requests[job.transfer_id] = request
         try:
@@ -80,7 +80,7 @@ class FaultyDecode:
         self._node, self._faults = node, faults
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
-        """Serve one request; a rule may strike each event before it leaves."""
+        """Serve one request. A rule may strike before each event is sent."""
         request = job.request.request_id
         await self._faults.reach(Point.DECODE_JOB, request)
         async with closing(self._node.decode(job)) as events:
@@ -95,7 +95,7 @@ class FaultyDecode:
 
 
 def lending(lend: Lend, faults: Injector) -> Lend:
-    """A `Lend` under a plan, which may strike each frame before it leaves."""
+    """A `Lend` under a plan. A rule may strike before each frame is sent."""
 
     async def struck(handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
         async with closing(lend(handoff)) as items:
@@ -113,7 +113,7 @@ class FaultySender:
         self._sender, self._faults = sender, faults
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
-        """Send the frames of a handoff that the plan lets through."""
+        """Send a handoff. Rules may strike it and drop, damage or repeat its frames."""
         request = self._faults.requests.get(handoff.transfer_id, "")
         async with closing(self._struck(frames, request)) as struck:
             await self._faults.reach(Point.HANDOFF, request)

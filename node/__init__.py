@@ -1,1 +1,1 @@
-"""What the processes of every role share: how one starts, says that it is ready, drains and ends."""
+"""The code that processes of every role share: they start, announce that they are ready, drain and end."""

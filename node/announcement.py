@@ -1,4 +1,4 @@
-"""The line by which a process says that it is ready. Its reader loads nothing of what the process has loaded."""
+"""The line by which a process says that it is ready. A reader of the line need not load the modules of the process."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import json
 from typing import Final
 
 NEW_OBJECTS: Final = 5_000
-"""New objects until the garbage collector runs. A larger threshold frees cyclic garbage later. With Python's own the
-collector runs several times a request."""
+"""New objects until the garbage collector runs. A larger threshold frees cyclic garbage later. With Python's default
+threshold the collector runs several times per request."""
 YOUNG_RUNS, OLD_RUNS = 1, 100
-"""Young collections before a middle one, and middle ones before a full one. A full one looks at all objects, and stops
-the event loop the longer the more streams are open. Python's own values make that frequent."""
+"""Young collections before a middle one, and middle ones before a full one. A full collection visits all objects. The
+more streams are open, the longer it stops the event loop. With Python's defaults that is frequent."""
 
 
 def settle() -> None:
     """Freeze the objects made until now, which live as long as the process.
 
     The garbage collector does not scan them again: each scan would stop the event loop for 100 ms. Requests that end
-    well leave it nothing (`tests/router/api/test_cost.py`); cycles of those that fail are small and may wait.
+    well leave no cycles (`tests/router/api/test_cost.py`). Failed requests leave small cycles, which may wait.
     """
     gc.collect()
     gc.freeze()
@@ -26,7 +26,7 @@ def settle() -> None:
 
 
 def announce(**fields: str) -> None:
-    """Say on standard output that the role is ready, as one JSON line."""
+    """Write one JSON line to standard output: the role is ready."""
     settle()
     print(json.dumps({"ready": fields}), flush=True)
 

@@ -1,4 +1,4 @@
-"""Child processes that are forked here, and not started by a library."""
+"""Child processes that this process forks itself, without a library."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Final
 
 _TASKS: Final = Path("/proc/self/task")
-"""The threads of this process, where the system tells them."""
+"""The folder in which Linux lists the threads of this process."""
 _NAME_BYTES: Final = 15
-"""Linux keeps as much of a process's name."""
+"""The most bytes of a process name that Linux keeps."""
 
 
 def may_fork() -> bool:
-    """Whether this process has one thread: a fork would not have the others, nor what they hold."""
+    """Whether this process has only one thread. A fork would lack other threads, but keep locks that they hold."""
     return _TASKS.is_dir() and len(list(_TASKS.iterdir())) == 1
 
 
 def call_me(name: str) -> None:
-    """Give this process a name, as `ps` and `top` show it."""
+    """Give this process the name that `ps` and `top` show."""
     Path("/proc/self/comm").write_bytes(name.encode()[:_NAME_BYTES])
 
 
 def keep_only(descriptor: int) -> None:
-    """Close what a fork has inherited, but for the standard streams and `descriptor`."""
+    """Close all descriptors that a fork has inherited, except the standard streams and `descriptor`."""
     os.closerange(sys.stderr.fileno() + 1, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
@@ -36,7 +36,7 @@ class Child:
     """A child of this process; the running loop reaps it. The interface is that of `asyncio.subprocess.Process`."""
 
     def __init__(self, pid: int, on_end: Callable[[], None] = lambda: None) -> None:
-        """`on_end` is called when it has ended."""
+        """`on_end` is called when the child has ended."""
         self.pid, self._on_end = pid, on_end
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = loop.create_future()
@@ -45,19 +45,19 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal; None while the child runs."""
         return self._ended.result() if self._ended.done() else None
 
     async def wait(self) -> int:
-        """Wait for its end; return the exit code."""
+        """Wait until the child has ended; return the exit code."""
         return await asyncio.shield(self._ended)
 
     def terminate(self) -> None:
-        """SIGTERM, if it still runs."""
+        """Send SIGTERM if the child still runs."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
+        """Send SIGKILL if the child still runs."""
         self._send(signal.SIGKILL)
 
     def _send(self, signum: signal.Signals) -> None:

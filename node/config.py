@@ -1,4 +1,4 @@
-"""What the configuration files of prefill and decode nodes have in common."""
+"""The settings that the configuration files of prefill and decode nodes share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _listed(value: object) -> object:
 
 
 class NodeConfig(RoleConfig):
-    """Everything that a node process needs to know whatever its role."""
+    """The settings of a node process of either role."""
 
     listen: ListenConfig = ListenConfig()
     router: str = ""
@@ -26,18 +26,18 @@ class NodeConfig(RoleConfig):
     model: ModelConfig = ModelConfig()
     codec: CodecConfig = CodecConfig()
     wire: Annotated[tuple[str, ...], BeforeValidator(_listed)] = (DEFAULT_WIRE,)
-    """How KV travels: one or several names of `transport.wires.WIRES`. The router takes the first wire of the prefill
-    node that the decode node has too. Nodes that share none do not join one fleet."""
+    """The wires of the KV: one or several names of `transport.wires.WIRES`. The router takes the first wire of the
+    prefill node that the decode node also has. Nodes that share no wire cannot join one fleet."""
     faults: Path | None = None
-    """For tests: a plan of what goes wrong on this node (`faults/plan.py`)."""
+    """For tests: a file with the faults of this node (`faults/plan.py`)."""
     kv_bytes: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Memory for sealed pages, in bytes. `auto` takes what a GPU has left, and 256 MiB on the processor."""
+    """Memory for sealed pages, in bytes. `auto` takes the memory that a GPU has left, or 256 MiB on a CPU."""
     nodes_on_device: int = Field(default=1, gt=0)
-    """Nodes that share the node's GPU, this one among them, of whose memory `auto` takes its part."""
+    """Nodes that share the node's GPU, including this one. `auto` takes this node's share of the memory."""
     drain_s: float = Field(default=30.0, ge=0)
-    """How long a node goes on with its requests after SIGTERM, in seconds. Then the rest goes on at other nodes."""
+    """Seconds for which a node goes on with its requests after SIGTERM. Then the rest goes on at other nodes."""
 
     @property
     @abstractmethod
     def busiest(self) -> Busiest:
-        """The most that these settings let the node do at a time."""
+        """The largest load that these settings allow at a time."""

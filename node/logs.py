@@ -1,7 +1,7 @@
-"""Log lines on standard error: for people, or each a JSON object for whoever collects them.
+"""Log lines on standard error: text for people, or JSON objects for a collector.
 
-A JSON line has `time`, `level`, `logger`, `process` and `message`. What is logged on behalf of a request has its
-`request_id` too, and `trace_id` and `span_id` where it is traced. `error` is a traceback.
+A JSON line has `time`, `level`, `logger`, `process` and `message`. A line on behalf of a request also has `request_id`,
+and `trace_id` and `span_id` if the request is traced. `error` is a traceback.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transport.trail import TRAIL
 
 LogFormat = Literal["text", "json"]
 ACCESS: Final = "hackkv.access"
-"""Logger of a line for each request, which people do not want to see."""
+"""The logger with a line for each request. Text logs leave these lines out."""
 FIELDS: Final = "fields"
-"""Name of a record's attribute that holds more fields for JSON."""
+"""The attribute of a record with additional fields for JSON."""
 _CHATTY: Final = ("httpx", "uvicorn.access", "opentelemetry.attributes")
 
 
@@ -50,7 +50,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(name: str, level: str, form: LogFormat) -> None:
-    """Set logging up for a process of that name."""
+    """Set logging up for the process `name`."""
     handler = logging.StreamHandler(sys.stderr)
     layout = f"%(asctime)s %(levelname)s {name} %(message)s"
     handler.setFormatter(JsonLines(name) if form == "json" else logging.Formatter(layout, datefmt="%H:%M:%S"))

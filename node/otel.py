@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry, sent as OTLP over HTTP. Only `node.spans` imports this module, and only if traces are on."""
+"""Spans by OpenTelemetry, sent as OTLP over HTTP. Only `node.spans` imports this module, and only if tracing is on."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from hackkv.config import TracesConfig
 from transport.trail import TraceContext, TraceSpan, Value
 
 EXPORT_S: Final = 2.0
-"""Seconds that one batch may take on its way."""
+"""Seconds that the export of one batch may take."""
 EVERY_S: Final = 1.0
 """Seconds between batches."""
 CLOSE_S: Final = 2.0
-"""Seconds that the last batch may hold up the end of the process."""
+"""Seconds for which the last batch may delay the end of the process."""
 
 
 class OtelSpans:
@@ -73,7 +73,7 @@ class OtelSpans:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(done.set)
 
-        # A thread that does not keep the process: a collector that takes nothing must not hold up its end.
+        # A daemon thread: a collector that does not answer must not delay the end of the process.
         threading.Thread(target=work, daemon=True).start()
         try:
             async with asyncio.timeout(CLOSE_S):
@@ -83,7 +83,7 @@ class OtelSpans:
 
 
 class OtelSpan:
-    """A span of OpenTelemetry behind our protocol."""
+    """A `TraceSpan` around a span of OpenTelemetry."""
 
     def __init__(self, tracer: Tracer, epoch_ns: int, span: Recorded) -> None:
         self._tracer, self._epoch_ns, self._span = tracer, epoch_ns, span
@@ -113,7 +113,7 @@ class OtelSpan:
         self._span.end(self._at(end_s))
 
     def _at(self, seconds: float) -> int:
-        """A reading of `perf_counter` in nanoseconds of Unix time."""
+        """Convert a reading of `perf_counter` to nanoseconds of Unix time."""
         return self._epoch_ns + round(seconds * 1e9)
 
 

@@ -2,12 +2,12 @@
 
     hackkv ROLE --config FILE [--set key=value ...] [--supervised]
 
-SIGTERM asks a role to drain: to take nothing new and to finish what it has. SIGINT, a second SIGTERM and the end of
+SIGTERM asks a role to drain: to accept nothing new and to finish its requests. SIGINT, a second SIGTERM and the end of
 standard input (`--supervised`) end it at once.
 
 Exit codes: 0 after any of these, 1 when the role failed, 2 when its configuration or checkpoint is wrong. With 2, the
-message stands on standard error and no port was opened. It is one line, but for a codec that is refused, whose
-alternatives follow in a line each.
+message is on standard error and no port was opened. The message is one line. If a codec is refused, its alternatives
+follow, one line each.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 
 
 class Shutdown:
-    """How a role is told to end: first to `drain`, then, or without that, to `stop`. `stop` implies `drain`."""
+    """The events that tell a role to end: first `drain`, then `stop`, or `stop` at once. `stop` implies `drain`."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
-        """Take nothing new and finish what you have."""
+        """Set when the role must accept nothing new and finish its requests."""
         self.stop = asyncio.Event()
-        """End now."""
+        """Set when the role must end now."""
 
     def ask(self) -> None:
         """Ask to drain. A second call orders to stop."""
@@ -59,7 +59,7 @@ class Shutdown:
     async def draining(self, drain: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         """While the body runs, answer a request to drain: call `drain`, and set `stop` when it has returned.
 
-        The body should end with `stop`, which cancels a `drain` that still runs. Raises what `drain` raised.
+        The body should end with `stop`, which cancels a `drain` that still runs. Raises the error of `drain`.
         """
         task = asyncio.create_task(self._drain(drain))
         try:

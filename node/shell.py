@@ -40,7 +40,7 @@ ConfigT = TypeVar("ConfigT", bound=NodeConfig)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A worker that was loaded and checked before the node's process was forked, and the settings that it has."""
+    """A worker that was loaded and checked before the node's process was forked, and its settings."""
 
     model: ModelConfig
     codec: CodecConfig
@@ -49,32 +49,32 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Ground(Generic[ConfigT]):
-    """The ground of a role's service, ready before it is made: a loaded model and an open port."""
+    """The arguments of a role's service, ready before the service is made: a loaded model, an open port, settings."""
 
     config: ConfigT
     worker: Worker
     num_pages: int
-    """Pages, of all layers and KV heads, that `kv_bytes` pays for."""
+    """The number of pages, of all layers and KV heads, that fit into `kv_bytes`."""
     identity: NodeIdentity
     site: Site
     spans: ProcessTracer
 
     @property
     def server(self) -> RpcServer:
-        """The port of the node."""
+        """The server on the node's port."""
         return self.site.server
 
 
 class Service(Protocol):
-    """A service as its process needs it, beside the protocol that callers use."""
+    """The methods of a service that its process needs, in addition to the protocol for callers."""
 
     @property
     def draining(self) -> asyncio.Event:
-        """Set when the node takes nothing new, and never cleared."""
+        """Set when the node accepts nothing new, and never cleared."""
         ...
 
     async def drain(self, within_s: float) -> None:
-        """Take nothing new and finish the present requests. Those left after `within_s` are given up."""
+        """Accept nothing new and finish the present requests. Those left after `within_s` seconds are given up."""
         ...
 
 
@@ -84,11 +84,11 @@ class Hosted:
 
     service: Service
     face: PrefillNode | DecodeNode
-    """The service as callers reach it: itself, or wrapped in its faults."""
+    """The service as callers reach it: itself, or wrapped for faults and tracing."""
 
 
 OpenNode = Callable[[Ground[ConfigT]], AbstractAsyncContextManager[Hosted]]
-"""Makes a role's service and adds it to the server. At the end it closes both in the order that their calls need."""
+"""Makes a role's service and adds it to the server. At the end it closes both, in the order that their calls need."""
 
 
 async def serve_node(
@@ -100,7 +100,7 @@ async def serve_node(
     check_machine(config.wire, config.listen.host, config.internal)
     worker = await worker_for(config, loaded)
     if worker.model.device.type == "cuda":
-        torch.cuda.set_device(worker.model.device)  # of this thread, whose wires ask for it
+        torch.cuda.set_device(worker.model.device)  # for this thread: its wires ask for the current device
     num_pages = worker.pages_in(_kv_bytes(config, worker), prompts=role is Role.PREFILL)
     if sizes := worker.backend.batches_to_warm(config.busiest.slots):
         log.info("compiling the kernels of %s", worker.kernels)
@@ -128,10 +128,11 @@ def _kv_bytes(config: NodeConfig, worker: Worker) -> int:
 
 
 async def worker_for(config: NodeConfig, loaded: Loaded | None) -> Worker:
-    """The worker that was loaded for these settings; else one of the process's own."""
+    """The worker in `loaded` if it has these settings; else a new one."""
     if loaded and (loaded.model, loaded.codec) == (config.model, config.codec):
         loaded.worker.backend.use_threads(config.model.threads or torch.get_num_threads())
         return loaded.worker
-    # In a thread: it may take a minute, in which signals have to be heard. Refused before memory is taken.
+    # In a thread: the check may take a minute, and signals must be handled meanwhile. A codec is refused before its
+    # model takes memory.
     loss = await asyncio.to_thread(check_codec, config.model, config.codec)
     return replace(load_worker(config.model, config.codec), loss=loss)

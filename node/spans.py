@@ -1,7 +1,7 @@
-"""Where spans come from: OpenTelemetry if an address for them is set, else nowhere.
+"""Makes the spans of a process: by OpenTelemetry if an address for them is set; else none are made.
 
-A span's times are readings of the clock of the process that makes it, and never of another's. Between machines whose
-clocks differ, spans of a node may lie before or behind the router's that they belong to, by that difference.
+The times of a span are readings of the clock of the process that makes it, never of another. If the clocks of two
+machines differ, a node's spans may be shifted by the difference from the router's span to which they belong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hackkv.config import TracesConfig
 from transport.trail import NoSpan, TraceContext, TraceSpan, Value
 
 _ENVIRONMENT: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""OpenTelemetry's own settings, which hold where the configuration names no address."""
+"""OpenTelemetry's own settings, which apply if the configuration names no address."""
 _DISABLED: Final = "OTEL_SDK_DISABLED"
 
 
@@ -25,7 +25,7 @@ class ProcessTracer(Protocol):
     def begin(
         self, name: str, start_s: float, parent: TraceContext | None, attributes: Mapping[str, Value] | None = None
     ) -> TraceSpan:
-        """Begin to answer a call. `start_s` is a reading of `perf_counter`."""
+        """Begin the span of a call. `start_s` is a reading of `perf_counter`."""
         ...
 
     async def close(self) -> None:
@@ -34,7 +34,7 @@ class ProcessTracer(Protocol):
 
 
 class NoSpans:
-    """Makes none."""
+    """A `ProcessTracer` whose spans nobody records."""
 
     def begin(
         self, name: str, start_s: float, parent: TraceContext | None, attributes: Mapping[str, Value] | None = None
@@ -43,11 +43,11 @@ class NoSpans:
         return NoSpan(parent)
 
     async def close(self) -> None:
-        """Nothing is left to send."""
+        """Do nothing: there is nothing to send."""
 
 
 def open_spans(config: TracesConfig, role: str, node_id: str) -> ProcessTracer:
-    """Spans of a process. OpenTelemetry's SDK is imported only if they go somewhere."""
+    """The tracer of a process. OpenTelemetry's SDK is imported only if spans are sent."""
     wanted = config.endpoint or any(os.environ.get(name) for name in _ENVIRONMENT)
     if not wanted or os.environ.get(_DISABLED, "").lower() == "true":
         return NoSpans()

@@ -1,8 +1,8 @@
-"""Both kinds of nodes, with a span for each call and for each stage within it.
+"""Wrappers of both kinds of nodes that make a span for each call and for each stage within it.
 
-A node says how long a stage took (`hackkv.timing`) when it is over. So a stage's span has a duration that the node
-measured, and lies where its event left: a prompt waits from the call on and is then computed; a push ends with its
-report; a decode node queues what has landed and then computes until its account.
+A node reports the duration of a stage (`hackkv.timing`) when the stage is over. So a stage's span has the duration that
+the node measured, and its place follows from the event that reports it. A prompt waits from the call on and is then
+computed. A push ends with its report. A sequence queues after its KV has landed, and then runs until `Decoded`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transport.closing import closing
 from transport.trail import TRAIL, TraceSpan, Value
 
 RESERVE, RECEIVE, SWAPPED = "reserve", "receive", "swapped"
-"""Spans of a decode node that are no stages: taking pages, the way of the KV, host memory."""
+"""Spans of a decode node that are not stages: the wait for pages, for the KV, and in host memory."""
 
 
 class TracedPrefill:
@@ -81,18 +81,18 @@ class TracedDecode:
 
 
 def traced_prefill(node: PrefillNode, spans: ProcessTracer) -> PrefillNode:
-    """A node, traced if there is somebody to tell."""
+    """`node`, traced if `spans` records anything."""
     return node if isinstance(spans, NoSpans) else TracedPrefill(node, spans)
 
 
 def traced_decode(node: DecodeNode, spans: ProcessTracer) -> DecodeNode:
-    """A node, traced if there is somebody to tell."""
+    """`node`, traced if `spans` records anything."""
     return node if isinstance(spans, NoSpans) else TracedDecode(node, spans)
 
 
 @contextmanager
 def _called(spans: ProcessTracer, name: str, request_id: str, tokens: int) -> Iterator[tuple[TraceSpan, float]]:
-    """The span of a call, and its beginning. Callers close calls, as a rule when they have what they wanted."""
+    """The span of a call, and its start. A call that its caller closes is no failure: callers close finished calls."""
     began = perf_counter()
     attributes: dict[str, Value] = {"hackkv.request_id": request_id, "hackkv.prompt_tokens": tokens}
     span = spans.begin(name, began, TRAIL.get().span.context, attributes)

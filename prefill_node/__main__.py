@@ -43,7 +43,7 @@ serve = partial(serve_node, Role.PREFILL, open_prefill)
 
 
 def main(argv: Sequence[str] | None = None, loaded: Loaded | None = None) -> int:
-    """Run the command line; return the exit code. `loaded` is what the process was forked with."""
+    """Run the command line; return the exit code. `loaded` is the model with which the process was forked."""
     return run_role("prefill", PrefillConfig, partial(serve, loaded=loaded), argv)
 
 

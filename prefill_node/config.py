@@ -11,38 +11,38 @@ from prefill_node.fetch_choice import PrefixFetch
 
 
 class PrefillSettings(Frozen):
-    """How much a prefill node takes on, and how long it waits."""
+    """Limits of a prefill node: how much work it accepts, and how long it waits."""
 
     max_prompts: int = Field(default=64, gt=0)
     """Prompts that may be under way at once; each owns an open FP16 page per layer."""
     chunk_tokens: int = Field(default=512, gt=0)
     """Token budget of one forward pass; rounded down to whole pages."""
     host_bytes: int = Field(default=1 << 30, gt=0)
-    """Host memory for compressed KV of prompts that run or wait for a decode node. What is left serves two uses: KV of
-    requests that are being decoded, in case their decode node dies, and prefixes that prompts may share."""
+    """Host memory for compressed KV of prompts that run or wait for a decode node. The rest keeps KV of requests that
+    are being decoded, in case their decode node dies, and prefixes that prompts may share."""
     unassigned_s: float = Field(default=300.0, gt=0)
-    """Seconds that finished KV waits for a decode node to be named. Then it is given up."""
+    """Seconds that finished KV waits for a decode node to be named. Then the KV is given up."""
     kept_s: float = Field(default=1800.0, gt=0)
-    """Seconds that KV is kept after its handoff. It goes earlier when the request ends."""
+    """Seconds that KV is kept after its handoff. It is given up earlier when the request ends."""
     prefix_cache: bool = True
     """Whether prompts share the pages of a common beginning; idle ones stay in the page pool, then in host memory."""
     resume_points: int = Field(default=64, gt=0)
-    """Conversations and shared beginnings that a node goes on with, of a codec that keeps rows exact at their end; each
-    takes the memory of those rows when it is first used."""
+    """Points at which later prompts can go on, for codecs that keep the latest rows exact: ends of conversations and of
+    shared prefixes. Each takes the memory of those rows when it is first used."""
     prefix_fetch: PrefixFetch = PrefixFetch.AUTO
     """Whether pages that a prompt lacks here come from the decode node that holds them."""
     fetch_s: float = Field(default=10.0, gt=0)
-    """Seconds that a fetch may take. Then the pages are computed. With `auto` it is given up sooner."""
+    """Seconds that a fetch may take. Then the pages are computed. With `auto` a fetch may be given up sooner."""
     assumed_bytes_per_s: float = Field(default=1e8, gt=0)
-    """The speed of a link on which nothing has passed yet."""
+    """The speed of a link that has not been measured yet."""
     assumed_tokens_per_s: float = Field(default=2000.0, gt=0)
     """The speed of this node's passes before the first one."""
     queue_tokens: int = Field(default=1 << 20, gt=0)
-    """Prompt tokens that may wait to be computed; a prompt beyond that is turned away, unless it is the only one."""
+    """Prompt tokens that may wait to be computed. A prompt beyond them is refused, unless no other one waits."""
 
     @property
     def busiest(self) -> Busiest:
-        """A pass of whose rows all are scored, and all resume points."""
+        """The largest pass: every slot, resume points included, and a full budget of rows that all are scored."""
         return Busiest(self.max_prompts + self.resume_points, self.chunk_tokens, self.chunk_tokens)
 
 

@@ -1,4 +1,4 @@
-"""The rate at which waiting KV leaves a prefill node. It says when there may be room for more."""
+"""The rate at which waiting KV leaves a prefill node. From it follows when there may be room for more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 WINDOW_S = 30.0
-"""Length of the window that the rate is taken over, in seconds."""
+"""Length of the window over which the rate is measured, in seconds."""
 SHORTEST_S = 1.0
 LONGEST_S = 60.0
 """Bounds of the answer, in seconds. The upper one is the answer when nothing left within the window."""

@@ -32,7 +32,7 @@ Emit = Callable[["Work", KvFrame | HandoffEnd], None]
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A job and what the engine remembers of it from pass to pass."""
+    """A job, and its state from pass to pass."""
 
     job: PrefillJob
     queued_at: float
@@ -43,7 +43,7 @@ class Work:
     writer: FrameWriter = field(init=False)
     started_at: float | None = None
     finished_at: float = 0.0
-    """When token 0 was chosen."""
+    """When token 0 was chosen (perf_counter)."""
     sent_pages: dict[int, int] = field(default_factory=dict)
     """Pages that have left or that the decode node held, by layer; a repeated pass does not send them again."""
     quantize_s: float = 0.0
@@ -56,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A prompt is complete."""
+    """Token 0 of a prompt, which is complete."""
 
     work: Work
     token: Token
@@ -97,14 +97,15 @@ class PrefillEngine:
         return self._first_tokens(tokens)
 
     def forget_slots(self, slots: Iterable[int]) -> None:
-        """Between passes: give back the memory of slots that no prompt holds and the next pass does not copy from."""
+        """Free the memory of slots that no prompt holds and from which the next pass does not copy. For use between
+        passes."""
         self._runner.memory.forget_slots(slots)
 
     def _prompt_ids(self, chunk: Chunk[Work]) -> tuple[int, ...]:
         return chunk.prompt.owner.job.request.prompt_ids[chunk.start : chunk.start + chunk.count]
 
     def _move(self, moves: Moves) -> None:
-        """Copy pages between the pools and host memory, exact rows from slot to slot, and write what was fetched."""
+        """Copy pages between the pools and host memory, exact rows from slot to slot, and write fetched pages."""
         if moves.saves:
             self._host_pages.save(pages=list(moves.saves.values()), places=list(moves.saves))
         if moves.loads:
@@ -125,7 +126,7 @@ class PrefillEngine:
     def _evict_and_ship(self, eviction: Eviction, chunks: list[Chunk[Work]], out: Departures) -> None:
         """Evict rows of the prompts that this pass completes, then send their pages.
 
-        Which rows stay is known only when all are computed. So no page of a prompt leaves before its last pass.
+        The rows that stay are known only when all are computed. So no page of a prompt leaves before its last pass.
         """
         for chunk in chunks:
             if not chunk.is_last:
@@ -138,8 +139,8 @@ class PrefillEngine:
                 self._ship(layer, chunk, eviction.rows_held(chunk.prompt.num_tokens), out)
 
     def _ship(self, layer: int, chunk: Chunk[Work], rows: int, out: Departures) -> None:
-        """Send the sealed pages of a prompt's first `rows` rows that have not left, and in the end the exact rows: of
-        each page either the one or the other."""
+        """Send the sealed pages of a prompt's first `rows` rows that have not left. With the last chunk, also send the
+        exact rows. A page travels either sealed or as exact rows."""
         work, memory = chunk.prompt.owner, self._runner.memory
         if not work.job.handoff:
             return
@@ -164,13 +165,13 @@ class PrefillEngine:
         self._encode_s += work.writer.encode_s - before
 
     def _score_prompt(self, chunk: Chunk[Work], rows: Tensor) -> None:
-        """Log-probabilities of the prompt's own tokens, for requests that ask: row i predicts token i + 1."""
+        """Compute log-probabilities of the prompt's own tokens, if the request asks: row i predicts token i + 1."""
         request = chunk.prompt.owner.job.request
         top = request.sampling.prompt_logprobs
         if top is None:
             return
         scored = chunk.prompt.owner.prompt_logprobs
-        scored.cut(chunk.start)  # of a prompt that starts over
+        scored.cut(chunk.start)  # a prompt that starts over has scored these rows before
         targets = request.prompt_ids[chunk.start + 1 : chunk.start + chunk.count + 1]
         if targets:
             model = self._runner.model

@@ -1,9 +1,9 @@
-"""Fetch or compute: how long a prompt's missing pages take either way, by what was measured. Numbers only.
+"""Fetch or compute: estimates, from measurements, how long a prompt's missing pages take either way. Numbers only.
 
 Computing takes tokens over the speed of this node's passes at these places of a prompt. Fetching takes the wait for the
-first frame, and bytes over the speed of the link. What was not measured yet is assumed, as the settings say. A node
-that never fetches cannot find out that a slow link has become fast. So what fetches measured is forgotten after
-`BELIEVED_S`; what pushes to the same node measure goes on.
+first frame, and bytes over the speed of the link. The settings give speeds to assume before the first measurement. A
+node that never fetches cannot find out that a slow link has become fast. So measurements of fetches are forgotten after
+`BELIEVED_S` seconds. Measurements of pushes to the same node stay.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Final
 from hackkv.wire_choice import Rate
 
 BELIEVED_S: Final = 60.0
-"""Seconds that a measured fetch counts."""
+"""Seconds for which the measurement of a fetch counts."""
 ENOUGH_BYTES: Final = 256 << 10
-"""The smallest fetch that measures its link; others measure how far away it is."""
+"""The smallest fetch that measures the speed of its link; a smaller one measures only the latency."""
 ASSUMED_WAIT_S: Final = 0.005
-"""Until the first frame, where nothing was fetched lately."""
+"""Seconds until the first frame, if nothing was fetched lately."""
 REMEMBERED_TOKENS: Final = 4096
-"""About as many tokens of passes are remembered for each stretch of prompts."""
+"""Approximate number of tokens over which the speed of passes is averaged, for each stretch of prompts."""
 FIRST_STRETCH: Final = 512
-"""Tokens of the first stretch of a prompt. Each later one is as long as all before it."""
+"""Tokens of the first stretch of a prompt. Each later stretch is as long as all stretches before it."""
 MOST_PEERS: Final = 1024
 
 
@@ -32,7 +32,7 @@ class PrefixFetch(StrEnum):
     """Whether a node fetches pages that it lacks from the decode node that holds them."""
 
     AUTO = "auto"
-    """If that is estimated to be faster than computing them."""
+    """Fetch if that is estimated to be faster than computing."""
     ALWAYS = "always"
     NEVER = "never"
 
@@ -49,12 +49,12 @@ class Estimate:
         return setting is PrefixFetch.ALWAYS or (setting is PrefixFetch.AUTO and self.fetch_s < self.compute_s)
 
     def patience_s(self, setting: PrefixFetch, most_s: float) -> float:
-        """When to give a fetch up: as soon as both ways should have been over, one after the other."""
+        """Seconds after which to give a fetch up, at most `most_s`: the time for fetching and computing in turn."""
         return most_s if setting is PrefixFetch.ALWAYS else min(most_s, self.fetch_s + self.compute_s)
 
 
 class PassSpeed:
-    """Tokens a second of a node's passes. They are fewer the farther into a prompt, so stretches count apart."""
+    """Tokens per second of a node's passes. The speed falls along a prompt, so each stretch has its own."""
 
     def __init__(self, assumed_tokens_per_s: float) -> None:
         self._assumed_s = 1 / assumed_tokens_per_s
@@ -62,7 +62,7 @@ class PassSpeed:
         """Stretch -> tokens and seconds."""
 
     def ran(self, chunks: Iterable[tuple[int, int]], seconds: float) -> None:
-        """A pass over chunks (first token, tokens) took `seconds`, of which each token counts for the same."""
+        """Note that a pass over chunks (first token, tokens) took `seconds`. Each token counts for the same share."""
         chunks = list(chunks)
         each = seconds / sum(count for _, count in chunks)
         for start, count in chunks:
@@ -82,7 +82,7 @@ class PassSpeed:
         return total
 
     def _each(self, stretch: int) -> float:
-        """Seconds of a token; of the nearest stretch that was measured, the later one of two."""
+        """Seconds of a token in the nearest stretch that was measured; of two, the later one."""
         if not self._stretches:
             return self._assumed_s
         nearest = min(self._stretches, key=lambda other: (abs(other - stretch), -other))
@@ -107,18 +107,18 @@ class FetchSpeed:
         self._peers: dict[str, _Peer] = {}
 
     def fetched(self, address: str, num_bytes: int, wait_s: float, seconds: float, now: float) -> None:
-        """`num_bytes` came in `seconds`, the first frame after `wait_s` of them."""
+        """Note that `num_bytes` came in `seconds`, the first frame after `wait_s`."""
         peer = self._remembered(address, now)
         peer.wait.add(1, wait_s)
         if num_bytes >= ENOUGH_BYTES:
             peer.link.add(num_bytes, seconds)
 
     def gave_up(self, address: str, num_bytes: int, seconds: float, now: float) -> None:
-        """No more than `num_bytes` had come after `seconds`: so slow is the link, however few they are."""
+        """Note that a fetch was given up when `num_bytes` had come in `seconds`. It measures the link at any size."""
         self._remembered(address, now).link.add(max(1, num_bytes), seconds)
 
     def seconds(self, address: str, num_bytes: int, pushes: Rate, now: float) -> float:
-        """Seconds to fetch `num_bytes`. `pushes` is what handoffs to the same node measured."""
+        """Seconds to fetch `num_bytes`. `pushes` is the rate of handoffs to the same node."""
         peer = self._known(address, now)
         wait_s = peer.wait.seconds_per_unit if peer and peer.wait.known else ASSUMED_WAIT_S
         measured = (rate for rate in (peer.link if peer else None, pushes) if rate is not None and rate.known)

@@ -1,4 +1,4 @@
-"""Pages that came from a decode node: in host memory, until a pass begins that writes them to the pages of a prompt."""
+"""Pages that came from a decode node. They stay in host memory until a pass writes them to the pages of a prompt."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import TYPE_CHECKING, TypeAlias
 from hackkv.types import KvFrame
 from prefill_node.host_pool import Claim, HostPool, Tenant
 
-if TYPE_CHECKING:  # the page book decides about what is fetched, and loads no tensor library
+if TYPE_CHECKING:  # the pool of page numbers uses this module and must load no tensor library
     from hack_kernels.base import Planes
 
     from hackkv.kv_memory import KvMemory
 
 Part: TypeAlias = "tuple[KvFrame, Planes]"
-"""A frame without its payload, and what the payload was."""
+"""A frame without its payload, and the planes of the payload."""
 
 
 class Fetched:
-    """Pages [first, end) of a prompt, and the exact rows with which it goes on. `release` must follow.
+    """Pages [first, end) of a prompt, and the exact rows with which the prompt goes on. `release` must follow.
 
-    They claim host memory as kept prefixes do, and are pushed out as those are.
+    They claim host memory as tenant `PREFIX`, and are pushed out as prefixes are.
     """
 
     def __init__(self, first: int, end: int, num_bytes: int) -> None:
-        """They are `num_bytes` at most."""
+        """The pages and rows take `num_bytes` at most."""
         self.first, self.end = first, end
         self.used = False
-        """Whether a prompt has taken them over."""
+        """Whether a prompt has taken the pages over."""
         self.parts: tuple[Part, ...] = ()
-        """Everything, or nothing."""
+        """All parts of a complete fetch; else none."""
         self.received_bytes = 0
-        """On the wire."""
+        """Payload bytes that came over the wire."""
         self.wait_s = 0.0
-        """Until the first frame came."""
+        """Seconds until the first frame came."""
         self.seconds = 0.0
-        """Until the last frame came, or what was fetched was given up."""
+        """Seconds until the last frame came, or until the fetch was given up."""
         self._num_bytes = num_bytes
         self._host: HostPool | None = None
         self._claim: Claim | None = None
@@ -47,11 +47,12 @@ class Fetched:
 
     @property
     def pushed_out(self) -> bool:
-        """True before it has host memory, and once that is gone."""
+        """Whether the pages have no claim on host memory: none yet, or none any more."""
         return self._claim is None
 
     def into(self, pages: tuple[int, ...], slot: int, first: int, rows: int) -> Install:
-        """Bring the pages from number `first` on to a prompt that holds `pages`, `slot` and then `rows` rows."""
+        """The copy of the pages from number `first` on to a prompt that holds `pages` and `slot`, and then `rows`
+        rows."""
         self.used = True
         return Install(self.parts, pages, slot, first, rows)
 
@@ -67,17 +68,17 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """Write what was fetched to a prompt's pages, from number `first` on, and to its slot."""
+    """A copy of fetched parts to a prompt's pages, from number `first` on, and to its slot."""
 
     parts: tuple[Part, ...]
     pages: tuple[int, ...]
     slot: int
     first: int
     rows: int
-    """Rows that the prompt holds then."""
+    """Rows that the prompt holds after the copy."""
 
     def write(self, memory: KvMemory) -> None:
-        """Write everything; nobody else may use these pages and this slot."""
+        """Write everything. No other sequence may use these pages and this slot."""
         runs = memory.footprint.runs(self.rows)
         with memory.lanes.arriving():
             for frame, planes in self.parts:

@@ -1,8 +1,8 @@
 """Fetches pages that a prompt lacks here from the decode node that holds them, where that is faster than computing.
 
-The decode node of a job has reserved room for it, and with it the prompt's pages that it has kept. It lends them over
-its data plane. A fetch never fails a prompt: whatever goes wrong, the prompt computes what it lacks. It waits for the
-fetch outside the queue and holds no page meanwhile, so fetches cannot keep each other or anybody else from a start.
+The decode node of a job has a reservation for it, which holds the pages of the prompt that the node has kept. The node
+lends them over its data plane. A fetch never fails a prompt: after any error, the prompt computes the pages that it
+lacks. The prompt waits for the fetch outside the queue and holds no page meanwhile, so fetches block no other prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PlannedFetch:
-    """One fetch that is worth it."""
+    """One fetch that was chosen."""
 
     address: str
     handoff: Handoff
@@ -41,9 +41,9 @@ class PlannedFetch:
     fetched: Fetched
     """Takes the frames."""
     spared_tokens: int
-    """Tokens that the prompt need not compute then."""
+    """Tokens that the prompt need not compute after the fetch."""
     then_tokens: int
-    """Tokens that it still has to."""
+    """Tokens that the prompt must still compute after the fetch."""
 
 
 class Fetches:
@@ -52,7 +52,7 @@ class Fetches:
     def __init__(
         self, worker: Worker, sender: KvSender, links: Links, host: HostPool, settings: PrefillSettings
     ) -> None:
-        """`links` has measured the same peers."""
+        """`links` has measured pushes to the same peers."""
         self._worker, self._sender, self._links, self._host = worker, sender, links, host
         self._setting, self._most_s = settings.prefix_fetch, settings.fetch_s
         self._loop = asyncio.get_running_loop()
@@ -63,15 +63,16 @@ class Fetches:
         self._under_way: set[PlannedFetch] = set()
         self._counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        """Fetches that came to nothing, by the code of the error."""
+        """Failed fetches, by the code of the error."""
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens that prompts compute once what they wait for here has come."""
+        """Tokens that prompts compute after the fetches for which they wait."""
         return sum(ask.then_tokens for ask in self._under_way)
 
     def wanted(self, job: PrefillJob, known: int, resumable: int) -> PlannedFetch | None:
-        """The fetch worth making for a prompt whose first `known` pages are here. It can go on after `resumable`."""
+        """The fetch for a prompt whose first `known` pages are here and that can go on after `resumable` of them; None
+        if there is none to make, or computing is chosen."""
         footprint = self._worker.footprint
         page_tokens, num_tokens = footprint.page_tokens, len(job.request.prompt_ids)
         end = min(job.held.pages, (num_tokens - 1) // page_tokens)
@@ -99,7 +100,7 @@ class Fetches:
         )
 
     async def run(self, ask: PlannedFetch) -> None:
-        """Fetch, and fill `ask.fetched`, which the caller releases; it stays empty if anything goes wrong."""
+        """Fetch, and fill `ask.fetched`, which the caller releases. After an error it stays empty."""
         fetched, began = ask.fetched, self._loop.time()
         self._under_way.add(ask)
         try:
@@ -125,7 +126,7 @@ class Fetches:
             self._counts["bytes"] += fetched.received_bytes
 
     def stats(self) -> Iterator[tuple[str, float]]:
-        """For the metrics page."""
+        """Counters and gauges for the metrics page."""
         for name in ("chosen", "declined"):
             yield f"hackkv_fetch_{name}_total", float(self._counts[name])
         for name in ("pages", "bytes"):
@@ -166,5 +167,5 @@ class Fetches:
 
 
 def _in_form(fingerprint: Fingerprint, form: str) -> Fingerprint:
-    """The fingerprint of a node that is sent planes in this form."""
+    """The fingerprint, with `form` as its wire form."""
     return Fingerprint((*(field for field in fingerprint.fields if field[0] != WIRE_FORM), (WIRE_FORM, form)))

@@ -1,5 +1,5 @@
-"""Numbered places for sealed pages in host memory, what came from decode nodes, and the copies to and from both at the
-start of the next pass."""
+"""Numbered places for sealed pages in host memory, pages that came from decode nodes, and the copies that the next pass
+makes of both before it starts."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ class HostPlaces:
         self._fetched[name] = fetched
 
     def withdraw(self, name: PageName, fetched: Fetched) -> None:
-        """It is offered no more, if it ever was."""
+        """End the offer, if there is one."""
         if self._fetched.get(name) is fetched:
             del self._fetched[name]
 
     def fetched(self, names: Sequence[PageName], known: int) -> Fetched | None:
-        """The offer that reaches farthest into the pages `names`. The first `known` of them are here."""
+        """The offer that reaches farthest into the pages `names`, of which the first `known` are here."""
         if not self._fetched:
             return None
         offers = (self._fetched.get(name) for name in reversed(names))
         return next((one for one in offers if one is not None and one.parts and one.first <= known), None)
 
     def install(self, install: Install) -> None:
-        """Plan to write what was fetched."""
+        """Plan to write fetched pages."""
         self._moves.installs.append(install)
 
     def give_back(self, place: int) -> None:
-        """Free a place whose page is not wanted any more."""
+        """Free a place whose page is not needed any more."""
         self._free.append(place)
 
     def take_moves(self) -> Moves:

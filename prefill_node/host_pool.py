@@ -1,7 +1,7 @@
 """Host memory for compressed KV: one budget of bytes, shared by three kinds of tenants. Numbers only.
 
-    waiting   KV that no decode node has. It claims the worst case when its prompt starts, and gives back what its
-              frames turn out to save. Never pushed out.
+    waiting   KV that no decode node has. It claims the worst case when its prompt starts, and gives back the bytes
+              that coding saves. Never pushed out.
     kept      KV that a decode node has, kept in case that node dies. The oldest is pushed out first.
     prefix    Sealed pages of earlier prompts. The least recently used is pushed out first.
 
@@ -30,7 +30,7 @@ _YIELDING: Final = {
     Tenant.KEPT: (),
     Tenant.PREFIX: (Tenant.PREFIX,),
 }
-"""Tenant that claims -> the tenants that it pushes out, in that order. Kept KV was claimed while it waited."""
+"""Tenant that claims -> the tenants that it pushes out, in that order. Kept KV has its claim from when it waited."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,23 +46,23 @@ class HostPool:
     """Hands out bytes of a fixed budget. "No room" is a return value."""
 
     def __init__(self, capacity_bytes: int, on_left: Callable[[int], None]) -> None:
-        """`on_left` is called with the bytes that cease to wait: another prompt may find room now."""
+        """`on_left` is called with the number of bytes that cease to wait: another prompt may find room now."""
         self.capacity_bytes = capacity_bytes
         self._on_left = on_left
         self._claims: dict[Tenant, dict[Claim, None]] = {tenant: {} for tenant in Tenant}
         self._bytes = dict.fromkeys(Tenant, 0)
 
     def bytes_of(self, tenant: Tenant) -> int:
-        """Bytes that one kind of tenant holds."""
+        """Bytes that one kind of tenant has claimed."""
         return self._bytes[tenant]
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that no tenant holds."""
+        """Bytes that no tenant has claimed."""
         return self.capacity_bytes - sum(self._bytes.values())
 
     def claim(self, tenant: Tenant, num_bytes: int, pushed_out: Callable[[], None]) -> Claim | None:
-        """Take bytes, and push out as few of the tenants that yield as that needs.
+        """Claim bytes, and push out as few yielding claims as necessary.
 
         Returns None and changes nothing if pushing out all of them is not enough.
         """
@@ -80,7 +80,7 @@ class HostPool:
         return claim
 
     def change_tenant(self, claim: Claim, tenant: Tenant) -> None:
-        """Make a claim the youngest of `tenant`, which may be its present kind. Without effect once it is lost."""
+        """Make a claim the youngest of `tenant`, which may be its present kind. A lost claim is ignored."""
         if not self._remove(claim):
             return
         waited, claim.tenant = claim.tenant is Tenant.WAITING, tenant
@@ -89,7 +89,7 @@ class HostPool:
             self._on_left(claim.num_bytes)
 
     def shrink(self, claim: Claim, num_bytes: int) -> None:
-        """Give back `num_bytes` of a claim, which keeps its place. Without effect once it is lost.
+        """Give back `num_bytes` of a claim, which keeps its age. A lost claim is ignored.
 
         Raises `ValueError` when the claim is smaller.
         """
@@ -103,7 +103,7 @@ class HostPool:
             self._on_left(num_bytes)
 
     def release(self, claim: Claim) -> None:
-        """Give a claim's bytes back. Without effect once it is lost."""
+        """Give a claim's bytes back. A lost claim is ignored."""
         if self._remove(claim) and claim.tenant is Tenant.WAITING:
             self._on_left(claim.num_bytes)
 

@@ -1,4 +1,4 @@
-"""Decides which jobs a prefill node takes. It refuses a job for good, for now, or because the node is about to stop."""
+"""Decides which jobs a prefill node accepts. A job is refused for good, for now, or because the node will stop."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Intake:
         self._page_tokens, self._page_pool_tokens = page_tokens, num_pages * page_tokens
         self._queue_tokens = queue_tokens
         self.draining = asyncio.Event()
-        """Set when the node takes no new job, and never cleared."""
+        """Set when the node accepts no new job, and never cleared."""
         self.refused: Counter[str] = Counter()
         """Jobs refused, by error code."""
 
     def check(self, job: PrefillJob, kv_bytes: int, queued_tokens: int) -> None:
         """Accept a job whose KV takes at most `kv_bytes`, behind `queued_tokens` prompt tokens of other jobs.
 
-        Raises `RequestError` for what can never be served here, `NodeDraining`, or `Overloaded` when the queue is full.
+        Raises `RequestError` if the job can never be served here, `NodeDraining`, or `Overloaded` if the queue is full.
         """
         try:
             self._check_request(job, kv_bytes)

@@ -1,4 +1,4 @@
-"""The frames of one job's KV in host memory until the KV has to go, and the bytes that they claim."""
+"""The frames of one job's KV in host memory until the KV is given up, and the bytes that they claim."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class KeptKv:
     """Frames in order, then the end. Once it is `gone` it holds no frames and no memory."""
 
     def __init__(self, pool: HostPool, num_bytes: int, pushed_out: Callable[[], None]) -> None:
-        """`num_bytes` is the most that the KV can take; `pushed_out` is called when another claim pushes it out."""
+        """`num_bytes` is the most that the KV can take. `pushed_out` is called when another claim pushes the KV out."""
         self._pool, self._num_bytes, self._pushed_out = pool, num_bytes, pushed_out
         self._claim: Claim | None = None
         self._frames: list[KvFrame] = []
@@ -32,7 +32,7 @@ class KeptKv:
         return self._claim is not None
 
     def put(self, frame: KvFrame) -> None:
-        """Append a frame, and give back the memory that coding saved; without effect once the KV is gone."""
+        """Append a frame, and give back the memory that coding saved. Does nothing once the KV is gone."""
         if self.gone:
             return
         self._frames.append(frame)
@@ -46,7 +46,7 @@ class KeptKv:
         self._grew.set()
 
     async def item(self, index: int) -> KvFrame | HandoffEnd:
-        """Frame number `index`, or the end after the last one, once it is there."""
+        """Frame number `index`, or the end after the last frame. Waits until it is there."""
         while index >= len(self._frames):
             if self.end is not None:
                 return self.end
@@ -56,16 +56,16 @@ class KeptKv:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a decode node has the KV, so that it may be pushed out here."""
+        """Whether a decode node has the KV, so that the KV may be pushed out here."""
         return self._claim is not None and self._claim.tenant is Tenant.KEPT
 
     def hold_as(self, tenant: Tenant) -> None:
-        """Move its claim to `tenant`, as the youngest of that kind."""
+        """Move the KV's claim to `tenant`, as the youngest of that kind."""
         if self._claim is not None:
             self._pool.change_tenant(self._claim, tenant)
 
     def drop(self) -> None:
-        """Give everything back, once."""
+        """Drop the frames and give their memory back."""
         self.gone = True
         self._frames.clear()
         if self._claim is not None:

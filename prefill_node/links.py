@@ -1,8 +1,8 @@
-"""The links to decode nodes, measured by what passes them: a `KvPusher` around the wire's.
+"""Measures the links to decode nodes by the pushes that pass them: a `KvPusher` around the wire's.
 
-A link's time is what a push waits for it: from each frame until the wire takes the next one, and from the end until
-the receiver has committed. The time in which no frame is ready does not count. A push of few bytes measures how far
-away the receiver is, not how fast the link, and is left out.
+A link's time is the time for which a push waits for the link: from each frame until the wire takes the next one, and
+from the end until the receiver has committed. Time in which no frame is ready does not count. A push of few bytes
+measures the latency, not the speed of the link, and is left out.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ ENOUGH_BYTES: Final = 256 << 10
 
 
 class Links:
-    """Implements `KvPusher`, and says in which form the frames for an address are written."""
+    """Implements `KvPusher`, and chooses the wire form of the frames for an address."""
 
     def __init__(
         self, sender: KvPusher, form: WireForm, where_it_pays: bool = False, now: Callable[[], float] = perf_counter
     ) -> None:
-        """Frames are coded in `form`, always or only where that saves time."""
+        """Frames are coded in `form`: always, or with `where_it_pays` only where that saves time."""
         self._sender, self._form, self._where_it_pays, self._now = sender, form, where_it_pays, now
         self._coder = CodingCosts(form)
         self.rates: defaultdict[str, Rate] = defaultdict(Rate)
-        """Bytes a second by address."""
+        """The rate of pushes, by address."""
 
     def form(self, address: str) -> WireForm:
-        """For the frames of a handoff to `address`; "" while no decode node is named, whose link is not known."""
+        """The wire form of the frames of a handoff to `address`; "" while no decode node is named."""
         if not self._where_it_pays:
             return self._form
         return ChosenForm(self._coder, self.rates[address] if address else Rate())
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
-        """As the wire's sender; measured."""
+        """Push by the wire's sender, and measure the link; see `KvPusher`."""
         passage = _Passage(self._now)
         receipt = await self._sender.push(address, handoff, passage.of(frames))
         passage.over()
@@ -69,7 +69,7 @@ class _Passage:
         self.seconds = 0.0
 
     async def of(self, frames: AsyncIterator[KvFrame | HandoffEnd]) -> AsyncIterator[KvFrame | HandoffEnd]:
-        """`frames`, as they come."""
+        """Pass on `frames`, and count their bytes and the time for which the wire needs them."""
         async with closing(frames):
             async for item in frames:
                 self._left_at = self._now()

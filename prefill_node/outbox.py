@@ -77,12 +77,12 @@ class ShipmentOutbox:
         self.resends += not first
 
     def stop_keeping(self) -> None:
-        """Give up every KV as soon as a decode node has it."""
+        """Give up the KV of each shipment as soon as a decode node has it."""
         for shipment in self._shipments.values():
             shipment.stop_keeping()
 
     async def close(self, shipment: Shipment) -> None:
-        """End a shipment; returns when nothing of it is under way."""
+        """End a shipment; returns when none of its pushes is under way."""
         try:
             await shipment.close()
         finally:

@@ -1,7 +1,7 @@
-"""The life of a prefill node on one page: schedule, pass, commit, again.
+"""The loop of a prefill node on one page: schedule, pass, commit, again.
 
-All of it belongs to the event loop's thread. The engine's thread touches only what a pass gives it. When a pass fails,
-the loop ends the prompts concerned and goes on.
+Everything here belongs to the event loop's thread. The engine's thread touches only the arguments of a pass. When a
+pass fails, the loop ends the prompts concerned and goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Passes:
-    """Runs what the scheduler gives out, and answers each prompt with its first token. `close` ends it."""
+    """Runs the passes that the scheduler plans, and answers each prompt with its first token. `close` ends the loop."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Passes:
         admit: Callable[[Work], bool],
         speed: PassSpeed,
     ) -> None:
-        """`admit` is asked before a prompt starts: whether host memory has room for its KV. `speed` hears of passes."""
+        """`admit` says, before a prompt starts, whether host memory has room for its KV. `speed` measures passes."""
         self._engine = engine
         self._scheduler = scheduler
         self._pool = pool
@@ -44,12 +44,12 @@ class Passes:
         self._loop = asyncio.create_task(self._run())
 
     def expect(self, prompt: Prompt[Work]) -> asyncio.Future[FirstToken]:
-        """A prompt is about to `join`. `leave` must follow in every case."""
+        """Announce a prompt that is about to `join`; return its first token. `leave` must follow in every case."""
         first_token = self._first_tokens[prompt.owner] = asyncio.get_running_loop().create_future()
         return first_token
 
     def join(self, prompt: Prompt[Work]) -> None:
-        """Compute a prompt."""
+        """Queue a prompt that was announced."""
         self._scheduler.add(prompt)
         self._wake.set()
 
@@ -62,7 +62,7 @@ class Passes:
         self._left.set()
 
     def wake(self) -> None:
-        """There may be room for the next prompt."""
+        """Schedule again: there may be room for the next prompt."""
         self._wake.set()
 
     def fail_all(self, error: HackkvError) -> None:

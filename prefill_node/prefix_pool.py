@@ -1,4 +1,4 @@
-"""Pages and slots of a prefill node as numbers: which prompts hold them, and which pages later ones can share.
+"""Pages and slots of a prefill node as numbers: which prompts hold them, and which pages later prompts can share.
 
     free ──take──▶ private ──publish──▶ shared ──give back──▶ idle ──evict──▶ in host memory ──▶ dropped
      ▲                │                   ▲                    │                  │
@@ -7,8 +7,8 @@
 A page is published when a pass has sealed it. A prompt that starts while another one computes the same prefix shares
 the pages that are sealed by then and computes the rest itself. The prompt that seals a page second drops its own copy.
 Idle pages are evicted when pages run short: least recently used first, and the end of a prefix before its beginning.
-Their compressed planes go to host memory if it has room. No tensors: `Moves` tells the engine what to copy before a
-pass. Where queries see some pages exactly, prompts take over pages up to a resume point (`resume_points.py`).
+Their compressed planes go to host memory if it has room. There are no tensors here: `Moves` tells the engine what to
+copy before a pass. If queries see some pages exactly, prompts share pages up to a resume point (`resume_points.py`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class SharedPage:
     name: PageName
     parent: SharedPage | None
     page: int | None
-    """Its index in the page pool; None while it lies in host memory."""
+    """Its index in the page pool; None while the page is in host memory."""
     users: int = 0
     """Prompts that hold it."""
     followers: int = 0
-    """Known pages that come next in some prompt: two and more where prompts part."""
+    """Number of known pages that follow this one in some prompt: two or more where prompts part."""
     claim: Claim | None = None
     """Its bytes of host memory."""
     place: int | None = None
@@ -52,24 +52,24 @@ class PrefixGrant:
     slot: int
     names: Sequence[PageName]
     shared: list[SharedPage]
-    """Its first pages, those that are published or were shared from the start."""
+    """The prompt's first pages: those that are published or were shared from the start."""
     cached_tokens: int
-    """Tokens that it need not compute."""
+    """Tokens that the prompt need not compute."""
     known_tokens: int
-    """Tokens of the pages that were known: those that were shared, and more where a resume point was missing."""
+    """Tokens of the pages that were known at the start: the shared ones, and more if a resume point was missing."""
     publishes: bool
     held: bool = True
 
 
 class Beginning(NamedTuple):
-    """The first pages of a prompt, as far as it need not compute them."""
+    """The first pages of a prompt, which it need not compute."""
 
     known: list[SharedPage]
     """The longest known prefix."""
     shared: list[SharedPage]
-    """As much of it as the prompt takes over."""
+    """The part of the known prefix that the prompt takes over."""
     fetched: Fetched | None
-    """What came from a decode node and follows that; None if the prompt goes on after the shared pages."""
+    """Pages from a decode node that follow the shared ones; None if the prompt goes on after the shared pages."""
 
 
 @dataclass(slots=True)
@@ -98,13 +98,14 @@ class PrefixPool:
     ) -> None:
         """`page_bytes` is the size of a page in host memory; `reuse` False keeps no page beyond its prompt.
 
-        With `points` a prompt takes over only pages whose exact rows are kept there; without, it needs none.
+        With `points` a prompt takes over pages only up to one whose exact rows `points` keeps. Without `points` it
+        needs no exact rows.
         """
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.counts = PrefixCounts()
         self._host, self._page_bytes, self.reuse = host, page_bytes, reuse
-        # Popped from the end, so low numbers first.
+        # Numbers are popped from the end, so low ones come first.
         self._pages = list(reversed(range(num_pages)))
         self._slots = list(reversed(range(num_slots)))
         self._known: dict[bytes, SharedPage] = {}
@@ -119,7 +120,7 @@ class PrefixPool:
 
     @property
     def idle_slots(self) -> tuple[int, ...]:
-        """Slots that no prompt holds and that the next pass does not copy from."""
+        """Slots that no prompt holds and from which the next pass does not copy."""
         copied = self._points.copied if self._points is not None else frozenset[int]()
         return tuple(slot for slot in self._slots if slot not in copied)
 
@@ -130,14 +131,15 @@ class PrefixPool:
         return here, len(self._known) - here
 
     def digests(self) -> Iterator[bytes]:
-        """The digests of the pages at which a prompt can go on: first those held, then those that would go last."""
+        """The digests of the pages after which a prompt can go on: held pages first, then idle pages, those that would
+        be evicted last before others, then pages in host memory."""
         held = (shared for shared in self._known.values() if shared.users)
         stored = (shared for shared in self._known.values() if shared.page is None)
         pages = chain(held, reversed(self._idle), stored)
         return (shared.name.digest for shared in pages if self._points is None or shared in self._points)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens need, the open one included."""
+        """Pages that `num_tokens` tokens need, including the open one."""
         return -(-num_tokens // self.page_tokens)
 
     def has_room(self, num_tokens: int, names: Sequence[PageName] = ()) -> bool:
@@ -184,9 +186,9 @@ class PrefixPool:
         return PrefixGrant(pages, slot, names, found, cached_tokens, known_tokens, publishes=self.reuse)
 
     def publish(self, grant: PrefixGrant, num_pages: int) -> None:
-        """Name the first `num_pages` pages of a prompt, which are sealed, where they have no name yet.
+        """Name those of a prompt's first `num_pages` pages, which are sealed, that have no name yet.
 
-        The slot of the prompt holds the exact rows that the next page needs.
+        The slot of the prompt must hold the exact rows that the next page needs.
         """
         self._name(grant, num_pages)
         if self._points is not None and num_pages and len(grant.shared) == num_pages:
@@ -207,7 +209,7 @@ class PrefixPool:
                 grant.publishes = False  # two names with one digest: the first one stays
                 return
             if known is not None and known.parent is not parent:
-                self._drop(known)  # the page before it was dropped earlier, so nothing leads here any more
+                self._drop(known)  # its parent was dropped earlier, so no lookup reaches it any more
                 known = None
             if known is None:
                 known = self._known[name.digest] = SharedPage(name, parent, page)
@@ -224,7 +226,7 @@ class PrefixPool:
             grant.shared.append(known)
 
     def give_back(self, grant: PrefixGrant) -> None:
-        """Return everything. Raises `ValueError` when it is not held."""
+        """Return all pages and the slot. Raises `ValueError` when the grant is not held."""
         if not grant.held:
             raise ValueError(f"the grant of slot {grant.slot} is not held")
         grant.held = False
@@ -262,7 +264,7 @@ class PrefixPool:
         return found
 
     def beginning(self, names: Sequence[PageName]) -> Beginning:
-        """What there is of a prompt that goes on after pages `names`, or after some of them."""
+        """The pages that exist of a prompt whose full pages are `names`."""
         known = self.match(names)
         count = len(known)
         while count and self._points is not None and known[count - 1] not in self._points:
@@ -273,7 +275,7 @@ class PrefixPool:
         return Beginning(known, known[: fetched.end], fetched)
 
     def _new_page(self) -> int:
-        """A free page; if there is none, the least recently used idle one makes room."""
+        """A free page. If there is none, the least recently used idle page is evicted."""
         if self._pages:
             return self._pages.pop()
         shared = next(iter(self._idle))
@@ -282,8 +284,8 @@ class PrefixPool:
         assert page is not None
         self.counts.evicted_pages += 1
         shared.claim = self._host.claim(Tenant.PREFIX, self._page_bytes, partial(self._pushed_out, shared))
-        # A page to be loaded frees its bytes at once, and its place only when the pass takes its moves. So there may be
-        # bytes and no place.
+        # A page that will be loaded gives back its bytes at once, but its place only when the pass takes the moves. So
+        # there may be free bytes and no free place.
         if shared.claim is not None:
             shared.place = self.places.save(page)
         if shared.place is None:

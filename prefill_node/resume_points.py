@@ -1,11 +1,11 @@
 """Slots that keep exact rows of prompts, so that later prompts can go on where those rows end. Numbers only.
 
-A prompt that takes over pages needs more than their planes where its queries see some of them exactly (`Window`): the
-rows of those pages, which lie in a slot. So after each pass those rows are copied to a slot here, under the name of
-the last page that the prompt has sealed. A prompt that finds known pages and no point at their end computes them once
-more and leaves one there: that is where prompts part. When slots run short, points that their only prompt has left
-behind go first, then the others; of each the least recently used one. So a conversation takes one slot however many
-turns it has, and no turn of it takes the slot of another conversation.
+If the queries of a prompt see some pages exactly (`Window`), the planes of those pages are not enough to share them:
+the prompt also needs their exact rows, which are in a slot. So after each pass those rows are copied to a slot here,
+under the name of the last page that the prompt has sealed. This is a *resume point*. A prompt that finds known pages
+without a point at their end computes them once more and leaves a point there: that is where prompts part. When slots
+run short, points that their only prompt has passed go first, then the others; the least recently used one of each. So a
+conversation takes one slot however many turns it has, and no turn takes the slot of another conversation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 
 class Source(NamedTuple):
-    """A slot to copy from, as a sequence of so many sealed pages left it."""
+    """A slot to copy from, and the number of sealed pages of the sequence that filled it."""
 
     slot: int
     pages: int
@@ -24,7 +24,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotMoves:
-    """Copies before the next pass: first what is kept, then what prompts take over."""
+    """Copies before the next pass: first rows to keep, then rows that prompts take over."""
 
     keeps: dict[int, Source] = field(default_factory=dict)
     """Slot here -> slot of a prompt."""
@@ -36,7 +36,7 @@ Page = TypeVar("Page", bound=Hashable)
 
 
 class ResumePoints(Generic[Page]):
-    """Gives the slots `slots` to pages. `keep` comes after a pass, `resume` between it and `take_moves`."""
+    """Gives the slots `slots` to pages. Call `keep` after a pass, and `resume` between `keep` and `take_moves`."""
 
     def __init__(self, slots: Iterable[int]) -> None:
         self._free = list(slots)
@@ -49,7 +49,7 @@ class ResumePoints(Generic[Page]):
 
     @property
     def copied(self) -> frozenset[int]:
-        """The slots of prompts whose rows are kept by the next moves."""
+        """The slots of prompts from which the next moves copy rows to keep."""
         return frozenset(source.slot for source in self._moves.keeps.values())
 
     def keep(self, page: Page, source: Source) -> None:
@@ -63,7 +63,7 @@ class ResumePoints(Generic[Page]):
         self._moves.keeps[kept] = source
 
     def leave_behind(self, page: Page) -> None:
-        """The one prompt that goes on after `page` has come farther: this point goes first, unless it is used again."""
+        """Mark the point of `page` to go first, unless it is used again: the only prompt after it has come farther."""
         if page in self._kept:
             self._behind[page] = None
 
@@ -73,7 +73,7 @@ class ResumePoints(Generic[Page]):
         self._moves.resumes[slot] = Source(self._kept[page], pages)
 
     def drop(self, page: Page) -> None:
-        """Keep nothing for `page` any more."""
+        """Drop the point of `page`, if there is one."""
         self._behind.pop(page, None)
         kept = self._kept.pop(page, None)
         if kept is not None:

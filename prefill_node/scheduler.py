@@ -3,12 +3,12 @@
 A forward pass takes up to `chunk_tokens` tokens. Half of them belong to the oldest prompt, so that a long prompt ends
 however many others come. (With a budget of one page, every other pass belongs to it.) The rest goes to the prompts with
 the fewest tokens left. So a short prompt does not wait for a long one: it runs in the first pass that starts after its
-arrival. Each side gets what the other leaves over. A prompt that does not end in a pass is cut at a page boundary, so
-every chunk but the last is whole pages.
+arrival. Tokens that one half does not need go to the other. A prompt that does not end in a pass is cut at a page
+boundary, so every chunk but the last is whole pages.
 
 A prompt starts when the pool has all its pages, and holds them until its last chunk. So every prompt that has started
 can end. If the oldest waiting prompt finds no room, at most `MAX_SKIPS` others start before it. A pass starts no more
-prompts once `MAX_SKIPS` of them found no room, because the prompts that it would try next need more.
+prompts once `MAX_SKIPS` of them found no room, because the prompts that it would try next need more room.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hackkv.page_names import PageName
 from prefill_node.prefix_pool import PrefixGrant, PrefixPool
 
 MAX_SKIPS = 8
-"""A limit of two numbers: younger prompts that start before a prompt that finds no room, and prompts without room that
-one pass tries."""
+"""The limit of two numbers: of younger prompts that start before a prompt without room, and of prompts without room
+that one pass tries."""
 
 Owner = TypeVar("Owner")
 
@@ -43,11 +43,11 @@ class Prompt(Generic[Owner]):
     grant: PrefixGrant | None = None
     left: bool = False
     number: int = 0
-    """Age: less is older."""
+    """The order of arrival: less is older."""
     last_pass: int = -1
     """The last pass in which it ran."""
     blocked: bool = False
-    """Whether there was no room when it was last tried."""
+    """Whether the last try to start it found no room."""
     overtaken: int = 0
     """Younger prompts that have started since then, while it was the oldest waiting one."""
     cached_tokens: int = 0
@@ -77,11 +77,12 @@ class Chunk(Generic[Owner]):
 class PrefillScheduler(Generic[Owner]):
     """Queue of prompts over a pool of pages. Prompts that leave during a pass give their pages back after it.
 
-    Raises `ConfigError` when a pass cannot take a page.
+    Raises `ConfigError` if the budget of a pass is less than a page.
     """
 
     def __init__(self, pool: PrefixPool, chunk_tokens: int, *, starts_over: bool = False) -> None:
-        """`starts_over`: a pass overwrites what it reads (`KvCodec.attend`), so its prompts cannot repeat it alone."""
+        """`starts_over`: a pass overwrites rows that it reads (`KvCodec.attend`), so a failed pass cannot be repeated
+        and its prompts start over."""
         if chunk_tokens < pool.page_tokens:
             raise ConfigError(f"chunk_tokens: {chunk_tokens} is less than a page of {pool.page_tokens} tokens")
         self.pool = pool
@@ -150,7 +151,7 @@ class PrefillScheduler(Generic[Owner]):
     def abandon(self) -> None:
         """End a pass that failed: nothing is done, and the same tokens will be scheduled again.
 
-        Prompts that start over wait again, with the age that they have. What they sealed before they may still share.
+        Prompts that start over wait again, with their age. They may still share pages that they sealed before.
         """
         chunks = self._in_pass
         self._end_pass()

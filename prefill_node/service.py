@@ -152,13 +152,13 @@ class PrefillService:
 
     @property
     def draining(self) -> asyncio.Event:
-        """Set when the node takes no new job, and never cleared."""
+        """Set when the node accepts no new job, and never cleared."""
         return self._intake.draining
 
     async def drain(self, within_s: float) -> None:
-        """Take no new job and finish those at hand. KV stays until a decode node has it.
+        """Accept no new job and finish those under way. KV stays until a decode node has it.
 
-        Jobs that are left after `within_s` end with `NodeDraining`: another node has to go on.
+        Jobs that are left after `within_s` seconds end with `NodeDraining`: another node has to go on.
         """
         self.draining.set()
         self.outbox.stop_keeping()
@@ -192,7 +192,7 @@ class PrefillService:
     async def _fetch_and_join(
         self, ask: PlannedFetch, prompt: Prompt[Work], first_token: asyncio.Future[FirstToken]
     ) -> None:
-        """Fetch, queue the prompt, and keep what came until the prompt is complete."""
+        """Fetch, queue the prompt, and keep the fetched pages until the prompt is complete."""
         fetched, places = ask.fetched, self._pool.places
         name = prompt.names[fetched.end - 1]
         try:
@@ -237,7 +237,7 @@ class PrefillService:
         return True
 
     def _emit(self, work: Work, item: KvFrame | HandoffEnd) -> None:
-        """Pass an item from the engine's thread to the event loop's."""
+        """Pass an item from the engine's thread to the event loop."""
         self._loop.call_soon_threadsafe(self._put, work, item)
 
     def _put(self, work: Work, item: KvFrame | HandoffEnd) -> None:
@@ -249,12 +249,12 @@ class PrefillService:
             self._shipments[work].finish(item, work.finished_at)
 
     def _left(self, num_bytes: int) -> None:
-        """`num_bytes` of KV do not wait in host memory any more, so there may be room for the next prompt."""
+        """Note that `num_bytes` of KV no longer wait in host memory: there may be room for the next prompt."""
         self._intake.drain_rate.left(num_bytes)
         self._passes.wake()
 
     def _kv_bytes(self, job: PrefillJob) -> int:
-        """The most payload bytes of what a job's decode node lacks: no plane shrinks when it is coded."""
+        """The most payload bytes of the KV that a job's decode node lacks: the size if coding saves nothing."""
         rows = rows_held(self._worker.codec, len(job.request.prompt_ids))
         return self._worker.footprint.wire_bytes(rows, job.held)
 

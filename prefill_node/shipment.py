@@ -1,12 +1,13 @@
-"""One request's compressed KV, from its first frame until the router closes the stream or the KV has to go.
+"""One request's compressed KV, from its first frame until the router closes the stream or the KV is given up.
 
     waiting ──assign──▶ pushed ──committed──▶ kept ──too long, or no room──▶ gone
        ▲                │    ▲                  │
        └────failed──────┘    └──────assign──────┘
 
-The frames stay all the time (`kept_kv.py`), so all of them can be sent again. `assign` may come at any moment, also
-while the prompt still runs. An assignment of a later epoch gives up a push that is under way. A timer bounds how long
-the KV waits and how long it is kept, whatever its reader does. All methods belong to the event loop's thread.
+The frames stay until the KV is gone (`kept_kv.py`), so all of them can be sent again. `assign` may come at any moment,
+even while the prompt still runs. An assignment of a later epoch cancels a push that is under way. A timer bounds how
+long the KV waits and how long it is kept, whatever the reader of `fates` does. All methods belong to the event loop's
+thread.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Patience:
 
 @dataclass(eq=False, slots=True)
 class _Push:
-    """One try to bring the frames to one decode node."""
+    """One attempt to send the frames to one decode node."""
 
     epoch: int
     address: str
@@ -66,7 +67,7 @@ class FrameKind:
 
     fingerprint: Fingerprint
     expected: Expected
-    """What a receiver expects, but for the number of tokens."""
+    """The KV that a receiver expects, apart from the numbers of rows and held pages."""
 
     def lacked_part(self, frame: KvFrame, rows: int, held: HeldKv) -> KvFrame | None:
         """The part of `frame` that a receiver of `rows` rows lacks; see `hackkv.framing.lacked_part`."""
@@ -74,7 +75,7 @@ class FrameKind:
 
 
 class Shipment:
-    """The KV of one job, without what its first decode node held; made by `Outbox.open`."""
+    """The KV of one job, without the pages that its first decode node held. `ShipmentOutbox.open` makes it."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Shipment:
         patience: Patience,
         on_pushed_out: Callable[[], None],
     ) -> None:
-        """`num_bytes` is the most that the KV can take. `on_pushed_out` is called when kept KV had to make room."""
+        """`num_bytes` is the most that the KV can take. `on_pushed_out` is called when other KV has pushed it out."""
         self._job, self._kind = job, kind
         self._sender, self._patience = sender, patience
         self._on_pushed_out = on_pushed_out
@@ -101,7 +102,7 @@ class Shipment:
             self.assign(job.epoch, job.decode_address, job.held)
 
     def finish(self, end: HandoffEnd, finished_at: float) -> None:
-        """The prompt is complete: token 0 was chosen at `finished_at` (perf_counter)."""
+        """Append the end: the prompt is complete, and token 0 was chosen at `finished_at` (perf_counter)."""
         if self.kv.gone:
             return
         self.kv.finish(end, finished_at)
@@ -111,9 +112,10 @@ class Shipment:
             self._push.overlapped_bytes = self._push.sent_bytes
 
     def assign(self, epoch: int, address: str, held: HeldKv = NOTHING_HELD) -> None:
-        """Send everything but what is `held` to `address`, giving up a push of an earlier epoch.
+        """Send the KV without `held` to `address`, and cancel a push of an earlier epoch.
 
-        Raises `HandshakeRefused` when the KV is gone or the epoch is not newer than the last one.
+        Raises `HandshakeRefused` when the KV is gone, the frames lack pages that are not in `held`, or the epoch is not
+        newer than the last one.
         """
         if self.kv.gone or not self.reaches(held):
             raise HandshakeRefused(f"the KV of transfer {self._job.transfer_id} is gone")
@@ -128,9 +130,9 @@ class Shipment:
         task.add_done_callback(lambda _: self._tasks.pop(push))
 
     async def fates(self) -> AsyncIterator[HandedOff | HandoffFailed]:
-        """What becomes of each push that was not given up; ends when the KV is gone.
+        """The outcome of each push that was not cancelled; ends when the KV is gone.
 
-        Raises `DeadlineExceeded` when no decode node was named in time, or what `let_go` was given.
+        Raises `DeadlineExceeded` when no decode node was named in time, or the error given to `let_go`.
         """
         while (fate := await self._fates.get()) is not None:
             if isinstance(fate, HackkvError):
@@ -153,12 +155,12 @@ class Shipment:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def reaches(self, held: HeldKv) -> bool:
-        """Whether the frames hold all that a receiver of `held` lacks."""
+        """Whether the frames contain all KV that a receiver with `held` lacks."""
         return held.pages >= self._job.held.pages and held.exact >= self._job.held.exact
 
     @property
     def transfer_id(self) -> str:
-        """The name that the router gave it."""
+        """The name that the router gave the job."""
         return self._job.transfer_id
 
     @property
@@ -170,7 +172,7 @@ class Shipment:
         num_tokens = len(self._job.request.prompt_ids)
         handoff = Handoff(self._job.transfer_id, push.epoch, self._kind.fingerprint, num_tokens, push.held)
         # A decode node limits the wait for each frame of a handoff that it has accepted. The push starts when the first
-        # frame is here, so the time in this node's queue does not count.
+        # frame is ready, so the time in this node's queue does not count.
         await self.kv.item(0)
         try:
             receipt = await self._sender.push(push.address, handoff, self._leaving(push))

@@ -1,4 +1,4 @@
-"""A collector of OTLP over HTTP: takes batches on loopback, as any collector does, and keeps their spans."""
+"""A collector of OTLP over HTTP for tests. It accepts batches on loopback and keeps their spans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class SpanSeen:
-    """A span that came."""
+    """A span that has arrived."""
 
     service: str
     name: str
@@ -32,11 +32,11 @@ class SpanSeen:
     end_ns: int
     attributes: dict[str, Any]
     failed: str
-    """What went wrong; empty if nothing did."""
+    """The message of a failed span; "" for others."""
 
 
 class Collector:
-    """A context manager: listens within the block."""
+    """A collector that listens within its `with` block."""
 
     def __init__(self) -> None:
         self._spans: list[SpanSeen] = []
@@ -46,12 +46,12 @@ class Collector:
 
     @property
     def base(self) -> str:
-        """What OTEL_EXPORTER_OTLP_ENDPOINT says."""
+        """The value for OTEL_EXPORTER_OTLP_ENDPOINT."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     @property
     def endpoint(self) -> str:
-        """What `traces.endpoint` says."""
+        """The value for the setting `traces.endpoint`."""
         return f"{self.base}/v1/traces"
 
     def __enter__(self) -> Collector:
@@ -63,7 +63,7 @@ class Collector:
         self._server.server_close()
 
     def spans(self, *names: str) -> list[SpanSeen]:
-        """Wait until there is a span of each name; then all spans of those names, or simply all so far."""
+        """Wait until there is a span of each name; return all spans of those names. Without names, return all spans."""
         with self._news:
             if not self._news.wait_for(lambda: not self._missing(names), PATIENCE_S):
                 raise AssertionError(
@@ -75,7 +75,7 @@ class Collector:
         return set(names) - {span.name for span in self._spans}
 
     def span(self, name: str) -> SpanSeen:
-        """Wait for the one span of a name."""
+        """Wait for the only span of a name; return it."""
         (found,) = self.spans(name)
         return found
 

@@ -1,4 +1,4 @@
-"""What every test runs under."""
+"""Settings and hooks for all tests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.kinds import kind_of
 from tests.tiers import thin_out
 from tests.toys import make_layered, make_projected, make_with_exact_layer
 
-# Until `pytest_collection_finish`: what is imported is no garbage.
+# Off until `pytest_collection_finish`: imports make no garbage.
 gc.disable()
 
 # Tests share few cores with the processes that they start; a second compute thread would mostly wait for the first.
 torch.set_num_threads(1)
 
-# Triton decides when it is imported whether kernels are compiled or interpreted on the CPU; without a GPU, the latter.
-# Tests that compile for a GPU do so in a process of their own.
+# When Triton is imported, it decides whether to compile kernels or to interpret them on the CPU. Without a GPU, tests
+# interpret. Tests that compile for a GPU do so in a process of their own.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     if find_spec("triton"):
@@ -34,41 +34,41 @@ if not torch.cuda.is_available():
         remember_types(interpreter)
 
 
-# How long an example takes, or is looked for, depends on what else the machine does.
+# The time of an example, and of the search for one, depends on the load of the machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
-# Tests that loop over CODECS hold it for formats that differ by layer, for another window than the presets have, for a
-# layer that is left exact under a window, for a wire form of variable size, and for a codec in one module
-# (CONTRIBUTING.md): one row each.
+# Tests that loop over CODECS also cover formats that differ by layer, a window that no preset has, a layer that is left
+# exact under a window, a wire form of variable size, and a codec in one module (CONTRIBUTING.md): one row each.
 CODECS["toy-layers"] = Preset(make_layered)
 CODECS["rot-window"] = Preset(CODECS["rot-k3v2"].make, {"k_bits": 3, "v_bits": 2, "sink": 1, "recent": 1})
 CODECS["rot-exact-layer"] = Preset(make_with_exact_layer, {"k_bits": 3, "v_bits": 2, "sink": 1, "recent": 1})
 CODECS["toy-int8"] = Preset(make_toy8)
-# Projections are nothing without a file, and tests of the table bring none.
+# `zack` needs a file of projections, and tests of the table have none.
 CODECS["zack"] = Preset(make_projected, CODECS["zack"].settings)
 if find_spec("zstandard"):
     CODECS["hack-zstd"] = Preset(CODECS["hack"].make, {"wire_form": "zstd"})
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `-n auto`: one more than cores, since many tests wait for processes that they start; no more than 4."""
+    """Workers of `-n auto`: one more than cores, since many tests wait for processes that they start; at most 4."""
     return min(4, 1 + len(os.sched_getaffinity(0)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Grids are thinned out."""
+    """Thin out grids."""
     thin_out((item for item in items if item.get_closest_marker("grid")), kind_of)
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay until the end: no collection of garbage has to look at them again."""
+    """Freeze modules and tests, which stay until the end: garbage collections need not visit them."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    """Extensions count what is left of theirs when Python ends."""
+    """Unfreeze: at the end of Python, extensions count their objects that are left."""
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""A clock without time of its own."""
+"""A clock for tests whose time does not pass by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole handoffs of random bytes for every codec, as a sender writes them: where the tests of frames start."""
+"""Whole handoffs of random bytes for every codec, as a sender writes them. Fixtures for tests of frames."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hackkv.wire_form import WIRE_FORMS, WireForm, wire_form
 SMALL = KvShape(2, 2, 64)
 
 Content = dict[tuple[int, int], dict[str, Tensor]]
-"""(layer, first page) -> planes [heads, pages, *shape]; exact rows are the last one."""
+"""(layer, first page) -> planes [heads, pages, *shape]. The last entry of a layer has the exact rows."""
 
 
 def _usable(name: str) -> bool:
@@ -35,12 +35,12 @@ def _usable(name: str) -> bool:
 
 
 FORMS = [name for name in WIRE_FORMS if _usable(name)]
-"""Wire forms whose libraries are installed; all of them, but in a half-made environment."""
+"""Wire forms whose libraries are installed; in a complete environment all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """A whole handoff: its shape, what it holds, and the frames it became."""
+    """A whole handoff: its shape, its planes, and its frames."""
 
     layout: KvLayout
     codec: KvCodec
@@ -58,7 +58,7 @@ class Shipment:
         return FrameLedger("t-1", 4, self.expected())
 
     def writer(self) -> FrameWriter:
-        """Another one, that has written nothing."""
+        """A new writer, which has written nothing."""
         return FrameWriter("t-1", 4, self.form)
 
 
@@ -68,7 +68,7 @@ def codec_of(name: str, shape: KvShape = SMALL) -> KvCodec:
 
 
 def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Bytes with few ones where elements are bytes, which shrink when they are coded, and any bytes elsewhere."""
+    """A random tensor. Elements of one byte have few bits set, so that they shrink when coded; others have any bits."""
     count = torch.Size(shape).numel() * dtype.itemsize
     draws = 3 if dtype.itemsize == 1 else 1
     drawn = torch.full((count,), 255, dtype=torch.uint8)
@@ -78,7 +78,8 @@ def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Ge
 
 
 def random_plane(plane: Plane, heads: int, pages: int, generator: torch.Generator) -> Tensor:
-    """Random bytes of a plane of pages, [heads, pages, *plane shape]; sizes are some that a receiver takes."""
+    """Random bytes of a plane of pages, [heads, pages, *plane shape]. Planes of sizes get sizes that a receiver
+    accepts."""
     drawn = random_bytes((heads, pages, *plane.shape), plane.dtype, generator)
     return drawn if plane.most_sum is None else drawn.remainder(plane.most_sum // plane.shape[-1] + 1)
 
@@ -95,7 +96,7 @@ def ship(
 ) -> Shipment:
     """Random bytes for every plane, written layer by layer for every `step` pages, then the exact rows.
 
-    They are coded by `form`, or as the codec does.
+    The wire form is `form`; by default the codec's.
     """
     made = codec_of(codec, KvShape(layers, heads, head_dim))
     form = form or made.wire_form
@@ -121,7 +122,7 @@ def ship(
 
 
 def rows_of(planes: dict[str, Tensor]) -> int:
-    """Exact rows, 0 for sealed pages."""
+    """The number of exact rows; 0 for sealed pages."""
     return planes["open_k"].shape[2] if "open_k" in planes else 0
 
 

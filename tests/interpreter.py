@@ -1,4 +1,4 @@
-"""Triton's interpreter without most of its time, which changes nothing."""
+"""Patches that make Triton's interpreter faster. Results do not change."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 def patch_once(interpreter: Any) -> None:
-    """Let `interpreter`, Triton's module of that name, exchange its language once for a launch and a module of kernels.
+    """Let `interpreter`, Triton's module of that name, patch its language once per launch and module of kernels.
 
-    A launch replaces every builtin by one that computes on the host, and puts the old ones back when it ends. In
-    between Triton looks through its language again at each call of a device function, hundreds in a launch, and finds
-    no builtin that is left; what a call sees depends on its module alone.
+    A launch replaces every builtin by one that computes on the host, and restores the old ones when it ends. In
+    between, Triton searches its language again at each call of a device function, hundreds of times per launch, and
+    finds no builtin to replace: what a call sees depends on its module alone.
     """
     launch: Callable[..., None] = interpreter.GridExecutor.__call__
     patch: Callable[[Callable[..., Any]], Any] = interpreter._patch_lang
@@ -26,7 +26,7 @@ def patch_once(interpreter: Any) -> None:
     def patched(function: Callable[..., Any]) -> Any:
         module = id(function.__globals__)
         if module in seen:
-            return None  # calls of device functions put nothing back
+            return None  # calls of device functions restore nothing
         seen.add(module)
         return patch(function)
 
@@ -35,10 +35,10 @@ def patch_once(interpreter: Any) -> None:
 
 
 def remember_types(interpreter: Any) -> None:
-    """Let `interpreter` make what it knows of a type of values once for each.
+    """Let `interpreter` make the description of a type of values once per type.
 
-    Every operation on values has a result with a type, and makes its name, the product of its shape, a constant of the
-    language for each side, and a table of numpy's types, anew. They are values; nobody changes them.
+    Every operation makes a result with a type. For each result the interpreter makes anew: the type's name, the product
+    of its shape, a constant of the language for each side, and a table of numpy's types. No code changes these objects.
     """
     language: Any = interpreter.tl
     numpy_type: Callable[[Any], Any] = interpreter._get_np_dtype

@@ -1,7 +1,7 @@
-"""Lanes that lag: a twin of a GPU on which every wait that is missing shows in bytes.
+"""Lanes that lag: an imitation of a GPU on which a missing wait makes bytes wrong.
 
-Work that a lane is given runs when somebody waits for it and not before, in an order drawn from all that lanes and
-marks allow. Slots of the ring hold rubbish whenever nobody should read them.
+Work on a lane does not run before a caller waits for it. Its order is drawn from all orders that lanes and marks allow.
+Slots of the ring contain rubbish while nothing may read them.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ class LaggingLane:
 
 
 class Lagging:
-    """Three lanes. With `computes` the first one lags too, for tests that give it work; models compute at once."""
+    """Three lanes. With `computes` the first one lags too, for tests that give it work. Models compute at once."""
 
     def __init__(self, seed: int, *, computes: bool) -> None:
         self.lock = threading.RLock()
         self._lags = [LaggingLane(self) for _ in range(3)]
         self._random = Random(seed)
         self.waits = 0
-        """How often somebody waited for what was not done."""
+        """The number of waits for work that was not done."""
         compute: Lane = self._lags[0] if computes else InlineLane()
         self.lanes = compute, self._lags[1], self._lags[2]
 
     def run_until(self, mark: LaggingMark) -> None:
-        """Go on here and there until the mark is done."""
+        """Run work of random lanes until the mark is done."""
         with self.lock:
             self.waits += not mark.done
             while not mark.done:
@@ -92,7 +92,7 @@ class Lagging:
 
 
 class RubbishRing(HostRing):
-    """Overwrites a slot as soon as it may be taken."""
+    """A ring that overwrites a slot when it is taken, and when it is given back free."""
 
     def take(self) -> Slot:
         slot = super().take()
@@ -107,7 +107,7 @@ class RubbishRing(HostRing):
 
 @contextmanager
 def on_lanes(lanes: tuple[Lane, Lane, Lane]) -> Iterator[list[Lanes]]:
-    """Gives these lanes to every `KvMemory` that is made, and a ring of a few small slots. Collects them."""
+    """Give these lanes and a ring of a few small slots to every `KvMemory` that is made; collect its `Lanes`."""
     made = list[Lanes]()
 
     def lanes_on(device: torch.device, most_bytes: int) -> Lanes:
@@ -120,5 +120,5 @@ def on_lanes(lanes: tuple[Lane, Lane, Lane]) -> Iterator[list[Lanes]]:
 
 
 def streams() -> tuple[Lane, Lane, Lane]:
-    """The lanes of a GPU over torch's streams of the processor, which do everything at once."""
+    """The lanes of a GPU over torch's CPU streams, which do all work at once."""
     return StreamLane(CPU, beside=False), StreamLane(CPU, beside=True), StreamLane(CPU, beside=True)

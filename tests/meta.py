@@ -1,4 +1,4 @@
-"""A device that has shapes and no values: whatever asks for a value there fails by itself."""
+"""A device that has shapes and no values: code that asks for a value on it fails."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.pair import PI, greedy, prompt
 META = torch.device("meta")
 _aten = torch.ops.aten
 ARRIVING = (_aten.to, _aten._to_copy, _aten.lift_fresh, _aten.detach, _aten.detach_)
-"""What brings numbers of the host to the device."""
+"""Operators that bring numbers of the host to the device."""
 INTO_PLACE = (*ARRIVING, _aten.slice)
-"""The same of a step over an input that lies at one place: it looks at a part of the host's numbers first."""
+"""The operators of a step whose input has a fixed place. Such a step takes a slice of the host's numbers first."""
 
 
 class MetaRows(Rowwise):
-    """What reads values answers without them, as a device would after a wait."""
+    """Row kernels whose methods that read values return constants, as a device returns numbers after a wait."""
 
     def choose(self, given: ChoiceInput) -> list[int]:
         assert given.faulty is not None
@@ -48,7 +48,7 @@ class MetaRows(Rowwise):
 
 
 class MetaKernels:
-    """Kernels for any format, which look at where their arguments lie."""
+    """Kernels for any format, which check that their arguments are on the device."""
 
     served_by = "meta"
     approximation_s = 0.0
@@ -116,7 +116,7 @@ def on_device(*tensors: Tensor) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Of what an operator takes or gives. `tree_flatten` looks for many more containers."""
+    """The tensors in the arguments or results of an operator. `tree_flatten` would search many more containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -125,19 +125,19 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class NothingComesBack(TorchDispatchMode):
-    """Refuses operators that give a value to the host, and those that compute with a tensor of the processor.
+    """Refuses operators that give a value to the host, and operators that compute with a CPU tensor.
 
-    Numbers of the host arrive in memory of their own. They are copied to memory that the device has already only where
-    `into_place` says so: then they are counted.
+    Numbers of the host arrive in memory of their own. With `into_place` they may also be copied to existing memory of
+    the device, and these copies are counted.
     """
 
     def __init__(self, *, into_place: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._into_place = into_place
         self.operators: list[str] = []
-        """All that ran, in order."""
+        """All operators that ran, in order."""
         self.brought = 0
-        """How often numbers of the host were copied to memory that the device has already."""
+        """The number of copies of the host's numbers to existing memory of the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -150,7 +150,7 @@ class NothingComesBack(TorchDispatchMode):
         if self._into_place and name is _aten.copy_ and [x.device.type for x in given] == ["meta", "cpu"]:
             self.brought += 1
         elif any(x.device == META for x in given):
-            # A number that Python made, such as a scalar of a formula, is not a tensor that somebody forgot.
+            # A scalar that Python made, such as a number in a formula, is not a tensor that was left on the CPU.
             assert all(x.device == META or x.dim() == 0 for x in (*given, *made)), f"{func} mixes devices"
         elif given:
             arrives = name in (INTO_PLACE if self._into_place else ARRIVING)
@@ -159,12 +159,12 @@ class NothingComesBack(TorchDispatchMode):
 
 
 def on_meta(value: Any, dtype: torch.dtype | None = None) -> Any:
-    """Tensors of a dataclass of weights, without their values; of `dtype`, if that is given."""
+    """A dataclass of weights whose tensors have no values; of `dtype`, if that is given."""
     return placed(value, META, dtype)
 
 
 def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """A dataclass of weights whose tensors lie on `device`; of `dtype`, if that is given."""
+    """A dataclass of weights whose tensors are on `device`; of `dtype`, if that is given."""
     if isinstance(value, Tensor):
         return value.to(device, dtype)
     if isinstance(value, tuple):
@@ -175,8 +175,8 @@ def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -
 
 
 def two_sequences() -> list[StepPart]:
-    """One that fills a page with its second row, and one in the middle of a page. One is greedy, the other asks for all
-    that sampling has."""
+    """Two parts of a step. One sequence fills a page with its second row and is greedy. The other is in the middle of a
+    page and uses all settings of sampling."""
     parts = list[StepPart]()
     sampled = {"temperature": 0.7, "top_p": 0.9, "top_k": 9, "presence_penalty": 1.0, "logprobs": 2}
     cases: list[tuple[int, dict[str, object]]] = [(PI - 2, {}), (5, {**sampled, "repetition_penalty": 1.1})]

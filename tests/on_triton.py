@@ -1,4 +1,4 @@
-"""Which codecs compute on Triton's kernels, and what it compiles for a launch. Import it only where Triton is."""
+"""The codecs that compute on Triton's kernels, and the key by which Triton compiles a launch. Needs Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pair import PI
 
 
 def codec_on(backend: TritonBackend, name: str) -> KvCodec:
-    """For the tiny model."""
+    """The codec `name` for the shape of the tiny model."""
     return make_codec(CodecConfig(name=name, settings={"page_tokens": PI}), KvShape(2, 2, 64), backend)
 
 
@@ -26,8 +26,8 @@ def served() -> list[str]:
 
 
 def compiled_for(launch: Launch) -> object:
-    """What Triton compiles a kernel for: its compile-time values and options, types, whether memory begins at 16 bytes,
-    and whether a number is 1, divisible by 16, or larger than 31 bits."""
+    """The key for which Triton compiles a kernel: compile-time values, options, types, whether memory is aligned to 16
+    bytes, and whether an integer is 1, divisible by 16, or larger than 31 bits."""
     given = getattr(launch.kernel, "kwargs", None) or vars(launch.kernel)  # interpreted, or compiled
     free = given.get("do_not_specialize") or ()
     unaligned = given.get("do_not_specialize_on_alignment") or ()

@@ -1,4 +1,4 @@
-"""Real nodes on a tiny FP32 checkpoint, joined by a wire within one process: where the tests of both nodes start."""
+"""Real nodes on a tiny FP32 checkpoint, joined by a wire within one process. Fixtures for tests of both nodes."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ from transport.wires import Loopback, Wire
 PI = 32
 TIMEOUT_S = 240.0
 EVICTING = tuple(name for name, preset in CODECS.items() if preset.make is make_evicting)
-"""Codecs that evict rows of prompts, and whose pages nobody shares."""
+"""Codecs that evict rows of prompts. Sequences cannot share their pages."""
 SHARING = tuple(sorted(set(CODECS) - set(EVICTING)))
-"""All others."""
+"""All other codecs."""
 DECODING = DecodeSettings(max_sequences=8, max_batch=8, landing_s=TIMEOUT_S)
 
 
@@ -69,8 +69,8 @@ def tiny_worker(
     backend: str = "auto",
     **settings: int | float | str | bool,
 ) -> Worker:
-    """A two-layer FP32 model with 4 query and 2 KV heads of 64 channels. With `backend` triton it lies on the GPU, if
-    there is one."""
+    """An FP32 model of `layers` layers with 4 query and 2 KV heads of 64 channels. With the backend `triton` it is on
+    the GPU, if there is one."""
     with TemporaryDirectory() as folder:
         path = write_tiny(Path(folder), Tiny(layers=layers, max_context=1024))
         return load_worker(
@@ -82,7 +82,7 @@ def tiny_worker(
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
-    """Token ids 3..499: no special tokens, and the ids from 500 on stay free for tokens that a test poisons."""
+    """Random token ids in 3..499: no special tokens. Ids from 500 on are for tokens that a test poisons."""
     return tuple(torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
@@ -100,8 +100,8 @@ def poisoned(worker: Worker, token_id: int) -> Worker:
 
 
 def unspeakable(worker: Worker, token_id: int) -> Worker:
-    """The same model, but logits after `token_id` are not finite, though every K and V is: only the last feed-forward
-    overflows, in a channel that is 0 for all other tokens. For models of one layer."""
+    """The same model, of one layer, but logits after `token_id` are not finite, although every K and V is. Only the
+    last feed-forward overflows, in a channel that is 0 for all other tokens."""
     weights = worker.model.weights
     (layer,) = weights.layers
     embed, out, gate_up = (
@@ -121,7 +121,7 @@ def _with_weights(worker: Worker, weights: Weights) -> Worker:
 
 
 class GatedCodec(PagedCodec):
-    """Codec `fp16` whose engine thread waits for a permit before it attends: a test stops a pass where it wants."""
+    """Codec `fp16` whose engine thread waits for a permit before it attends. So a test can stop a pass at any layer."""
 
     def __init__(self, page_tokens: int = PI, layers: int = 2) -> None:
         fmt, backend = RowFormat(64, page_tokens), load("auto")
@@ -129,7 +129,7 @@ class GatedCodec(PagedCodec):
         super().__init__("fp16", (kept,) * layers, backend, (("page_tokens", str(page_tokens)),))
         self.permits = threading.Semaphore(0)
         self.arrived = threading.Semaphore(0)
-        """Counts how often the engine came to the gate."""
+        """Released each time that the engine comes to the gate."""
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.arrived.release()
@@ -141,7 +141,7 @@ class GatedCodec(PagedCodec):
         self.permits.release(1_000_000)
 
     def reached(self) -> None:
-        """Return when the engine stands at the gate; for `asyncio.to_thread`."""
+        """Return when the engine waits at the gate; for `asyncio.to_thread`."""
         assert self.arrived.acquire(timeout=TIMEOUT_S)
 
 
@@ -163,10 +163,11 @@ class Pair:
     sender: KvSender
 
     async def assert_idle(self) -> None:
-        """Nothing is held any more: pages, prompts, sequences, frames. What steps and copies use comes back later."""
+        """Assert that no page, prompt, sequence or frame is held. Waits for the pages that steps and copies still
+        use."""
         async with asyncio.timeout(TIMEOUT_S):
             while (info := await self.decode.describe()).running or info.free_pages < info.total_pages:  # noqa: ASYNC110
-                await asyncio.sleep(0)  # nothing tells of the end of a step or a copy
+                await asyncio.sleep(0)  # no event reports the end of a step or a copy
         for info in (await self.prefill.describe(), await self.decode.describe()):
             assert (info.free_pages, info.running, info.waiting, info.queued_tokens) == (info.total_pages, 0, 0, 0)
         assert self.prefill.outbox.held_bytes == 0
@@ -179,7 +180,7 @@ class Pair:
         emitted: tuple[int, ...] = (),
         arrived: asyncio.Semaphore | None = None,
     ) -> Served:
-        """Go through the whole life of a request, as a router would; of one whose `emitted` is known, the rest.
+        """Serve a request from begin to end, as a router would. If the tokens `emitted` are known, serve the rest.
 
         `arrived` is released once, when the decode node has the KV.
         """
@@ -212,7 +213,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a router sees of one request."""
+    """The events of one request that a router sees."""
 
     tokens: list[Token]
     prefilled: Prefilled
@@ -234,7 +235,7 @@ async def paired(
     timeout_s: float = TIMEOUT_S,
     over: str | Wire = "inproc",
 ) -> AsyncIterator[Pair]:
-    """Start both nodes; close them at the end. By default the decode node differs from the other in its timers only."""
+    """Start both nodes; close them at the end. By default both have the same model and codec, with separate timers."""
     if decode is None:
         gated = isinstance(prefill.codec, GatedCodec)
         decode = prefill if gated else replace(prefill, codec=twin(prefill.codec))

@@ -1,4 +1,4 @@
-"""JSON schemas that a guided answer must match: random ones, and some of the kind that applications send."""
+"""JSON schemas that a guided answer must match: random ones, and some like those that applications send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("id", "name", "Größe", "a b", 'q"', "kind", "items", "x")
 
 
 def random_schema(seed: int, depth: int = 3) -> Schema:
-    """Any mixture of the keywords that are enforced. Small answers exist for every schema."""
+    """A random mixture of the enforced keywords. Every schema has small answers."""
     return _Maker(random.Random(seed)).root(depth)
 
 

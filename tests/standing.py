@@ -1,7 +1,7 @@
-"""A node of 16-bit weights on the Triton backend without a launch: what a tape may record and run again quickly.
+"""A node of 16-bit weights on the Triton backend without launches, which a tape can record and replay quickly.
 
-Decode over FP16 rows is a stand-in in torch, which looks at nothing on the host, as Triton's kernel does; operations on
-rows are their definitions. Import it only where Triton is.
+Decode over FP16 rows is a stand-in in torch. Like Triton's kernel, it reads no values on the host. Operations on rows
+are their definitions. This module needs Triton.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from tests.tape import TapeRecorder, on_tape
 SLOTS = 5
 PAGES = 24
 SMALL = 8
-"""Rows of a page where no kernel of Triton has to know it."""
+"""Rows of a page for tests in which no kernel of Triton has to support the size."""
 
 
 class InvariantProducts:
-    """A row's products do not depend on the rows beside it, so that padded batches give the same tokens to the bit."""
+    """Products of a row that do not depend on other rows, so that padded batches give exactly the same tokens."""
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         assert not isinstance(weight, BlockWeight)
@@ -51,15 +51,15 @@ class InvariantProducts:
 
 
 class InvariantRows(InvariantProducts, TritonRows):
-    """Of the backend."""
+    """The backend's row kernels with these products."""
 
 
 class PlainInvariantRows(InvariantProducts, DeviceRows):
-    """Of torch."""
+    """Row kernels in torch with these products."""
 
 
 class StandingRows(RowReference):
-    """Decode reads all pages of the table and leaves out what its sequence does not hold."""
+    """Row kernels whose decode reads all pages of the table and masks rows that the sequence does not hold."""
 
     served_by = "triton"
 
@@ -81,7 +81,7 @@ class StandingRows(RowReference):
 
 @contextmanager
 def standing() -> Iterator[None]:
-    """Codecs over FP16 rows compute with the stand-in, and nothing between products is a launch."""
+    """Let codecs over FP16 rows compute with the stand-in, and operations between products run without launches."""
     with pytest.MonkeyPatch.context() as patched:
         formats: dict[Any, Any] = backend.FORMATS
         patched.setitem(formats, RowFormat, lambda fmt, made: StandingRows(fmt, made.device))
@@ -90,7 +90,7 @@ def standing() -> Iterator[None]:
 
 
 def worker_in_16_bits(codec: str, page_tokens: int, layers: int = 1) -> Worker:
-    """A tiny one."""
+    """A worker with a tiny model in bfloat16."""
     with TemporaryDirectory() as folder:
         tiny = Tiny(layers=layers, hidden=64, heads=2, kv_heads=1, ffn=64, max_context=1024)
         path = write_tiny(Path(folder), tiny)
@@ -103,12 +103,12 @@ def worker_in_16_bits(codec: str, page_tokens: int, layers: int = 1) -> Worker:
 
 @dataclass
 class Runners:
-    """One that runs recorded steps again, and one that enqueues each."""
+    """A runner that replays recorded steps, and one that enqueues each step."""
 
     recorded: ModelRunner
     eager: ModelRunner
     recorder: TapeRecorder = field(default_factory=TapeRecorder)
-    """Where tapes stand for graphs."""
+    """The recorder whose tapes stand in for graphs."""
 
 
 def runners(codec: str, page_tokens: int, most: int, layers: int = 1) -> Runners:
@@ -128,14 +128,14 @@ def states(count: int) -> list[SamplerState]:
 
 
 def assert_same_pages(both: Runners) -> None:
-    """All that sequences can have."""
+    """Assert that all pages that sequences can hold are equal."""
     for found, expected in zip(both.recorded.memory.pools, both.eager.memory.pools, strict=True):
         for name, plane in expected.planes.items():
             assert torch.equal(_bits(found.planes[name][:PAGES]), _bits(plane)), name
 
 
 def assert_same_rows(both: Runners, slot: int, runs: Iterable[slice]) -> None:
-    """In these places of a slot."""
+    """Assert that rows `runs` of a slot are equal."""
     for found, expected in zip(both.recorded.memory.pools, both.eager.memory.pools, strict=True):
         for run in runs:
             assert torch.equal(_bits(found.open_k[slot, :, run]), _bits(expected.open_k[slot, :, run]))

@@ -1,14 +1,14 @@
-"""What a pass does, recorded as a CUDA graph records it: to compare two passes, and to run one again.
+"""Records a pass as a CUDA graph would, to compare two passes and to replay one.
 
-A graph keeps the order of operators and launches, every number of the host, and the place of all memory that the pass
-found; memory that the pass takes for itself is the graph's own. So a tape names a tensor by its place if it comes from
-outside, and by a number if an operator of the tape made it. Two passes with equal tapes are one graph.
+A graph keeps the order of operators and launches, every number of the host, and the address of all memory that existed
+before the pass. Memory that the pass allocates belongs to the graph. So a tape names a tensor by its address if it
+comes from outside, and by a number if an operator of the tape made it. Two passes with equal tapes are one graph.
 
-Run again, a tape does what a graph's replay does: the same operators and launches with the same numbers on the same
-memory, whatever the host knows by then. What the pass took for itself holds rubbish before, as if another graph of the
-same pool had run.
+A tape's replay does the same as a graph's: the same operators and launches with the same numbers on the same memory,
+whatever the host knows by then. Before a replay, memory that the pass allocated is filled with rubbish, as if another
+graph of the same pool had run.
 
-Unlike a graph it cannot see a copy to the host that torch makes without an operator, such as `Tensor.numpy`:
+Unlike a graph, a tape cannot see a copy to the host that torch makes without an operator, such as `Tensor.numpy`.
 `tests/meta.py` refuses those.
 """
 
@@ -32,11 +32,11 @@ from hackkv.model import runner
 
 aten = torch.ops.aten
 WAITING = (aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.nonzero, aten._unique2)
-"""Operators for whose result the host waits, to have a value or to know a shape."""
+"""Operators for which the host waits, because it needs a value or a shape."""
 
 
 RUBBISH = 0x5A
-"""In every byte."""
+"""The value of every byte of rubbish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Act:
     what: object
     """The operator, or kernel, grid and options."""
     given: tuple[object, ...]
-    """Tensors as `Found` or `Made`, all else as it is."""
+    """The arguments: tensors as `Found` or `Made`, others unchanged."""
     makes: tuple[int, ...]
 
 
 class Tape(TorchDispatchMode):
-    """Records while it is entered, which may be several times. What it saw stays in memory as long as the tape, so no
-    later tensor lies in the place of an earlier one by chance."""
+    """Records while it is entered, possibly several times. Tensors that it has seen stay in memory as long as the tape,
+    so no later tensor gets the address of an earlier one by chance."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,9 +78,9 @@ class Tape(TorchDispatchMode):
         self._next = count()
         self._kept: list[Tensor] = []
         self._own = dict[int, torch.UntypedStorage]()
-        """Memory that the pass took, by its place."""
+        """Address -> memory that the pass allocated."""
         self._found = set[int]()
-        """Places of other memory."""
+        """Addresses of other memory."""
         self._again: list[Callable[[], None]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +120,7 @@ class Tape(TorchDispatchMode):
         return Found(x.data_ptr(), tuple(x.shape), x.stride(), x.dtype)
 
     def launch(self, launch: Launch, run: Callable[[Launch], None]) -> None:
-        """Record a launch, and run it: what the interpreter does for it is not on the tape."""
+        """Record a launch, and run it. The interpreter's own operators are not recorded."""
         given = list(launch.arguments.values())
         what = (launch.kernel, launch.grid, tuple(launch.options.items()), tuple(launch.arguments))
         named = self._named(given)
@@ -144,7 +144,7 @@ class Tape(TorchDispatchMode):
             patched.setattr(Launch, "run", lambda launch: self.launch(launch, run))
             patched.setattr(
                 check, "_page_ids", lambda pool, page_ids: None
-            )  # reads host memory only, so never on a GPU
+            )  # the check reads only host memory, so it never runs on a GPU
             yield
 
 
@@ -173,7 +173,7 @@ class TapeRecorder:
 
 @contextmanager
 def on_tape() -> Iterator[TapeRecorder]:
-    """Every `ModelRunner` that is made and told to records on tapes."""
+    """Let every new `ModelRunner` that records do so on tapes."""
     recorder = TapeRecorder()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(runner, "recorder_on", lambda device, kernels: recorder)
@@ -183,8 +183,8 @@ def on_tape() -> Iterator[TapeRecorder]:
 def differences(one: Tape, other: Tape) -> set[str]:
     """Why two passes are not one graph; empty if they are.
 
-    `acts`: other operators or launches, or for other types. `numbers`: a number of the host, or the shape of a tensor
-    that was found, is another. `places`: a tensor that was found lies elsewhere.
+    `acts`: operators, launches or types differ. `numbers`: a number of the host, or the shape of a tensor from outside,
+    differs. `places`: the address of a tensor from outside differs.
     """
     if [act.what for act in one.acts] != [act.what for act in other.acts]:
         return {"acts"}

@@ -47,7 +47,7 @@ MESSAGES = st.lists(
 
 
 def theirs(source: str, messages: list[dict[str, Any]], generate: bool, go_on: bool, arguments: dict[str, Any]) -> str:
-    """What transformers' `apply_chat_template` does with these arguments."""
+    """The text that transformers' `apply_chat_template` renders with these arguments."""
     kept = [{name: value for name, value in message.items() if value is not None} for message in messages]
     rendered: Any = render_jinja_template(
         [kept],

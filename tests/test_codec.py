@@ -13,7 +13,7 @@ PI = 32
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[Span], list[Span]]:
-    """What some sequences ran, and what they run next: most of them one token more, sometimes with another page."""
+    """The last and the next step of some sequences. Most run one token more, some of them with another page."""
     last = [
         Span(
             slot,

@@ -1,4 +1,4 @@
-"""Configuration files and flags: what is wrong is named, with the file and the key."""
+"""Configuration files and flags: errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hackkv.errors import ConfigError
 
 
 class Role(Frozen):
-    """A role's configuration, as the real ones are built."""
+    """A role's configuration, built like the real ones."""
 
     model: ModelConfig = ModelConfig()
     codec: CodecConfig = CodecConfig()

@@ -1,4 +1,4 @@
-"""Payloads that lie on a device give the planes that bytes give, where they lie, and damage has the same words."""
+"""Payloads on a device give the same planes as bytes do, on that device, and damage gives the same errors."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Xxh3 = Callable[[Sequence[Tensor], int], list[int]]
 
 
 class Resident(DevicePayload):
-    """Says whose bytes went to host memory."""
+    """A payload that fails the test if its bytes go to host memory."""
 
     def __bytes__(self) -> bytes:
         raise AssertionError("a payload goes to host memory")
 
 
 def on_device(frame: KvFrame, xxh3_64: Xxh3 = fake_nccl.on_host) -> KvFrame:
-    """The frame with its payload on a device, from which nothing may be copied unless it is coded."""
+    """The frame with its payload on a device. Only a coded payload may be copied to host memory."""
     kind = DevicePayload if any(span.method for span in frame.planes) else Resident
     return replace(frame, payload=kind(torch.frombuffer(bytearray(bytes(frame.payload)), dtype=torch.uint8), xxh3_64))
 
@@ -55,7 +55,7 @@ def accepted_alike(shipment: Shipment, xxh3_64: Xxh3) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_planes_on_a_device_are_those_in_host_memory(codec: str, form: str) -> None:
-    """Of coded ones the bytes are decoded in host memory; of all others none goes there."""
+    """Coded planes are decoded in host memory. No byte of other planes goes there."""
     accepted_alike(ship(codec, form=wire_form(form), tokens=150), fake_nccl.on_host)
 
 
@@ -81,7 +81,7 @@ def test_damage_on_a_device_is_refused_in_the_same_words(codec: str) -> None:
 
 @contextmanager
 def narrow_ring(seed: int) -> Iterator[list[RubbishRing]]:
-    """Lanes that lag for every memory that is made, and slots which no page fits."""
+    """Lanes that lag for every memory that is made, with ring slots too small for any page."""
     device, rings = Lagging(seed, computes=False), list[RubbishRing]()
 
     def lanes_on(on: torch.device, most_bytes: int) -> Lanes:
@@ -95,7 +95,7 @@ def narrow_ring(seed: int) -> Iterator[list[RubbishRing]]:
 
 @pytest.mark.parametrize("codec", ["rot-k3v2", "hack", "fp16"])
 def test_what_lies_on_a_device_is_written_to_pages_from_there(codec: str) -> None:
-    """Through no slot of the ring, when the lane that brings things comes to it."""
+    """The write uses no slot of the ring, and happens in the turn of the lane for arrivals."""
     worker = tiny_worker(codec)
     shipment = ship(codec, tokens=2 * PI + 5, layers=worker.layout.num_layers, heads=worker.layout.num_kv_heads)
     pages, ends = (3, 1, 2), list[list[Tensor]]()
@@ -121,7 +121,7 @@ def test_what_lies_on_a_device_is_written_to_pages_from_there(codec: str) -> Non
 @pytest.mark.skipif(not fake_nccl.possible(), reason="nccl4py, a C compiler and a torch without CUDA")
 @pytest.mark.parametrize("codec", ["rot-k3v2", "hack", "fp16"])
 async def test_a_handoff_over_nccl_lands_without_a_trip_through_host_memory(codec: str) -> None:
-    """Both nodes, on lanes that lag: the tokens of one process, and nobody asks for a parcel's bytes."""
+    """Both nodes have lanes that lag. Tokens are those of one process, and no code asks for a parcel's bytes."""
     kind = fake_nccl.kind(make_payload=lambda buffer: Resident(buffer, fake_nccl.on_host))
     worker, request = tiny_worker(codec), greedy("r", prompt(3, 4 * PI + 7), 6)
     due = [token.token_id for token in generate(worker, request)]

@@ -1,4 +1,4 @@
-"""Frames: what a writer cuts is read back bit-exact, and whatever else arrives is refused by name."""
+"""Frames that a writer cuts are read back bit-exact. Anything else is refused by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.handoffs import codec_of, rows_of, same_bytes, ship
 def test_what_is_written_is_read_back(
     codec: str, layers: int, heads: int, head_dim: int, tokens: int, step: int, frame_pages: int
 ) -> None:
-    """For every codec, shape, chunking and frame size: bit-exact, every page once, no frame above the cap."""
+    """For every codec, shape, chunking and frame size, pages come bit-exact and once, and no frame exceeds the cap."""
     wire_planes = codec_of(codec, KvShape(layers, heads, head_dim)).wire_planes
     cap = frame_pages * heads * max(map(planes_bytes, wire_planes))
     with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +60,7 @@ def test_what_is_written_is_read_back(
 @pytest.mark.parametrize("heads", [(0, 3), (0, 1, 3), (0, 2, 3), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_head_ranges_are_accepted_in_any_cut(codec: str, heads: tuple[int, ...]) -> None:
-    """A tensor-parallel sender sends its own KV heads only; together they cover everything, in any order of heads."""
+    """A tensor-parallel sender sends its own KV heads only. Together, senders cover all heads, in any order."""
     shipment = ship(codec, heads=3)
     ledger, writer = shipment.ledger(), shipment.writer()
     for (layer, page), planes in shipment.content.items():
@@ -74,20 +74,21 @@ def test_head_ranges_are_accepted_in_any_cut(codec: str, heads: tuple[int, ...])
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_bytes_in_the_wrong_place_are_refused(codec: str) -> None:
-    """Two frames that swap their layers cover every page once, with bytes that are whole: only the seed tells."""
+    """Two frames that swap their layers cover every page once with undamaged bytes. Only the seed of the checksum
+    reveals them."""
     shipment = ship(codec, heads=2, layers=4)
     ledger = shipment.ledger()
     for frame in shipment.frames[:2]:
         ledger.accept(frame)
     first, second = shipment.frames[2:4]
-    assert (first.layer, second.layer) == (2, 3)  # of one format for every codec
+    assert (first.layer, second.layer) == (2, 3)  # both layers have one format in every codec
     with pytest.raises(FrameRefused, match="checksum of plane"):
         ledger.accept(replace(first, layer=3))
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_a_later_epoch_has_the_same_bytes_and_is_believed_there_only(codec: str) -> None:
-    """A frame is sent again without being decoded; damaged bytes get no new checksum."""
+    """A frame is sent again without being decoded. Damaged bytes get no new checksum."""
     shipment = ship(codec)
     frame = shipment.frames[0]
     again = reissued(frame, 5, frame.seq)
@@ -102,7 +103,7 @@ def test_a_later_epoch_has_the_same_bytes_and_is_believed_there_only(codec: str)
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_no_plane_grows_and_headers_say_how_each_is_coded(codec: str) -> None:
-    """What shrinks is coded by the codec's wire form; the rest travels as it is."""
+    """Planes that shrink are coded by the codec's wire form. The others travel as they are."""
     shipment = ship(codec, tokens=4 * 32 + 11)
     wire, methods = shipment.codec.wire_form, set()
     for frame in shipment.frames:
@@ -116,7 +117,7 @@ def test_no_plane_grows_and_headers_say_how_each_is_coded(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_one_wrong_bit_in_any_plane_is_named(codec: str) -> None:
-    """First, last and a random bit of every plane, of sealed pages and of the open page."""
+    """The first, the last and a random bit of every plane are flipped, in sealed pages and in the open page."""
     shipment = ship(codec, tokens=2 * 32 + 3)
     chance = random.Random(5)
     for seq in (0, len(shipment.frames) - 1):
@@ -156,7 +157,7 @@ def test_a_wrong_end_is_named(change: Callable[[HandoffEnd], HandoffEnd], reason
 
 
 def test_every_page_that_is_missing_is_missed() -> None:
-    """Each frame left out in turn, with all counters right: the first missing page is named."""
+    """Each frame is left out in turn, with all counters right. The error names the first missing page."""
     shipment = ship("hack", tokens=4 * 32 + 11)
     for left_out in shipment.content:
         ledger, writer = shipment.ledger(), shipment.writer()
@@ -172,7 +173,7 @@ def test_every_page_that_is_missing_is_missed() -> None:
 
 @pytest.mark.parametrize("rows", [0, 10, 12, 31, 32, 2**40])
 def test_the_open_page_must_have_the_rows_that_are_due(rows: int) -> None:
-    """Its size follows from the handoff; a frame cannot ask for more memory, nor leave rows as they were."""
+    """The size of the open page follows from the handoff. A frame cannot ask for more memory, nor omit rows."""
     shipment = ship("fp16", tokens=32 + 11)
     ledger = shipment.ledger()
     *sealed, tail, _ = shipment.frames
@@ -190,7 +191,7 @@ def test_fp16_bytes_are_two_bytes_for_each_number_of_k_and_v() -> None:
 @pytest.mark.parametrize("held", [HeldKv(pages, exact) for pages in range(5) for exact in sorted({0, pages})], ids=str)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_what_the_receiver_holds_is_cut_off_and_must_not_come(codec: str, held: HeldKv) -> None:
-    """Whatever frames there are, what remains of them is a whole handoff of the rest, bit-exact."""
+    """However frames are cut, the parts that remain are a whole handoff of the other pages, bit-exact."""
     shipment = ship(codec, tokens=4 * 32 + 11, step=3)
     expected, frames = replace(shipment.expected(), held=held), list[KvFrame]()
     for frame in shipment.frames:
@@ -218,7 +219,7 @@ def test_what_the_receiver_holds_is_cut_off_and_must_not_come(codec: str, held: 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_a_page_travels_sealed_or_as_exact_rows(codec: str) -> None:
-    """Never as both: who has the rows seals them, and a page that comes all the same is refused."""
+    """It never travels as both: a receiver with the rows seals them itself, and refuses the sealed page."""
     shipment = ship(codec, tokens=4 * 32 + 11)
     expected, sizes = shipment.expected(), shipment.expected().footprint
     exact = sizes.exact_pages(shipment.num_tokens)

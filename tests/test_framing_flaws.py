@@ -1,4 +1,4 @@
-"""Frames that are wrong in one way or in several are refused by name, and nothing is believed after them."""
+"""Frames with one flaw or several are refused by name, and no frame is accepted after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.handoffs import Shipment, changed_span, ship
 
 
 def grown(frame: KvFrame, index: int = 0) -> KvFrame:
-    """Declares and carries one byte more, with a checksum that holds."""
+    """A frame that declares and carries one byte more, with a right checksum."""
     span = frame.planes[index]
     at = sum(span.coded_bytes for span in frame.planes[: index + 1])
     whole = bytes(frame.payload)
@@ -75,15 +75,16 @@ FLAWS: dict[str, tuple[Callable[[KvFrame], KvFrame], str, str]] = {
 
 
 PROMPTS = tuple(pages * 32 + 11 for pages in range(4, 8))
-"""Tokens. Of one of them four pages travel sealed: up to three come as exact rows."""
+"""Prompt lengths in tokens. For every codec, one of them has four pages that travel sealed. Up to three others travel
+as exact rows."""
 
 
 @pytest.mark.grid(together=1)
 @pytest.mark.parametrize("flaw", FLAWS)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_each_flaw_is_named_and_final(codec: str, flaw: str) -> None:
-    """The third frame of a handoff is spoilt: refused for the right reason, and even its honest form is not believed
-    after that, nor is the end."""
+    """The third frame of a handoff is spoilt. It is refused for the right reason. After that, neither its honest form
+    nor the end is accepted."""
     change, reason, words = FLAWS[flaw]
     shipment = next(
         made for made in (ship(codec, tokens=tokens) for tokens in PROMPTS) if len(made.expected().sent_pages) == 4
@@ -140,10 +141,10 @@ def spoilt(value: Any, chance: random.Random) -> Any:
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_five_thousand_mutated_frames(codec: str) -> None:
-    """No exception but `FrameRefused`, and no handoff ends well but the honest one.
+    """The only exception is `FrameRefused`, and only the honest handoff ends well.
 
-    Checksums cover the planes and not the header, so a frame that claims the place of another one passes by itself; the
-    frame whose place it took, or the end, is refused then.
+    Checksums cover the planes and not the header. So a frame that claims the place of another frame is accepted at
+    first. Then the frame whose place it took, or the end, is refused.
     """
     chance = random.Random(codec)
     shipment = ship(codec, layers=2, heads=2, tokens=3 * 32 + 5, step=1)
@@ -177,7 +178,7 @@ def finish_honestly(shipment: Shipment, ledger: FrameLedger, seq: int) -> None:
 @pytest.mark.parametrize("name", ["k_sizes", "v_sizes"])
 @pytest.mark.parametrize(("first", "last"), [(-1, 0), (0, 32767), (-32768, 32767)])
 def test_sizes_that_a_page_cannot_hold_are_refused(name: str, first: int, last: int) -> None:
-    """Right frames with right checksums of streams that end beyond their page, or before they begin."""
+    """The frames and checksums are right, but their streams end beyond their page, or before they begin."""
     shipment = ship("kvcomp", tokens=64)
     planes = dict(shipment.content[1, 0])
     spoilt = planes[name].clone()

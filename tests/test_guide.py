@@ -28,18 +28,18 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def guides() -> Guides:
-    """For the vocabulary of the model that ships along, which has two end tokens."""
+    """Guides for the vocabulary of the model in the repository, with two end tokens."""
     return Guides(SHIPPED, EOS)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The same vocabulary, decoded by the library that made it."""
+    """The tokenizer of the same vocabulary, which decodes by the library that made it."""
     return Tokenizer(SHIPPED)
 
 
 def ids(guide: Guide) -> list[int]:
-    """What may come next."""
+    """Ids of tokens that may come next."""
     return np.flatnonzero(np.unpackbits(guide.allowed(), bitorder="little")).tolist()
 
 
@@ -66,7 +66,7 @@ def test_whatever_is_chosen_matches_and_may_end_only_there(guides: Guides, token
 
 
 def test_a_guide_is_a_function_of_grammar_and_tokens(guides: Guides) -> None:
-    """Rebuilt after any prefix it allows what the one that went all the way allowed there."""
+    """A guide that is rebuilt after any prefix allows the same tokens as the guide that accepted all of them."""
     grammar = LLMatcher.grammar_from_json_schema(SCHEMA)
     output = walk(guides.open(grammar), 3)
     assert len(output) > 3
@@ -102,7 +102,7 @@ def test_grammars_that_are_wrong_or_too_large_are_refused_with_the_reason(
 
 
 def test_a_step_that_would_take_too_long_is_an_error() -> None:
-    """The regex needs more states than the limit allows, but only once it is under way."""
+    """The regex needs more states than the limit allows, but only after some tokens."""
     frugal = LLParserLimits(step_lexer_fuel=100, precompute_large_lexemes=False, verbose_errors=False)
     guide = Guides(SHIPPED, EOS, frugal).open(LLMatcher.grammar_from_regex("(a|b)*a(a|b){30}c"))
     with pytest.raises(GuideError, match="cannot go on"):

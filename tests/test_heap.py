@@ -1,4 +1,4 @@
-"""When memory that was freed goes back to the system."""
+"""The moment at which freed memory goes back to the system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUSY, REST = 2 * IDLE_S, IDLE_S / 2
 @pytest.mark.parametrize(
     ("used", "trims"),
     [
-        ((REST,), 1),  # what it has loaded
+        ((REST,), 1),  # it gives back what it used to load
         ((REST, REST, REST), 1),
         ((BUSY,), 0),
         ((BUSY, BUSY, REST, REST), 1),
@@ -25,7 +25,7 @@ BUSY, REST = 2 * IDLE_S, IDLE_S / 2
     ],
 )
 async def test_a_process_trims_once_when_it_has_become_idle(used: tuple[float, ...], trims: int) -> None:
-    """`used` are seconds of processor time between looks. Trimming takes time too, and is no work."""
+    """`used` has the seconds of processor time between looks. Trimming takes time too, but does not count as work."""
     clock, count = 0.0, 0
 
     def trim() -> None:
@@ -59,7 +59,7 @@ Anonymous:             0 kB
 
 
 def test_only_what_equals_its_file_is_unmapped() -> None:
-    """What the loader has written, what may be written, and what is of no file stays."""
+    """Ranges that the loader has written, that may be written, or that belong to no file stay."""
     assert list(unwritten_files(SMAPS.splitlines(keepends=True))) == [(0x400000, 0x401000), (0x401000, 0x405000)]
 
 

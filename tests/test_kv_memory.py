@@ -13,7 +13,7 @@ from tests.pair import PI, tiny_worker
 
 @pytest.mark.parametrize("codec", ["fp16", "hack", "rot-k3v2"])
 def test_what_a_sequence_still_needs_is_copied_and_nothing_else_is_written(codec: str) -> None:
-    """So a resume point takes no memory for its open page. The window's ring turns with the pages."""
+    """Thus a resume point takes no memory for its open page. The window's ring turns with the pages."""
     worker = tiny_worker(codec)
     for rows in (0, PI, 2 * PI, 3 * PI, 4 * PI, 7 * PI, 3 * PI + 5):
         memory = KvMemory(worker.codec, worker.layout, 2, 3)
@@ -33,7 +33,7 @@ def test_what_a_sequence_still_needs_is_copied_and_nothing_else_is_written(codec
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="only Linux takes memory back that is mapped")
 def test_slots_that_are_forgotten_hold_zeros_and_all_others_what_they_held() -> None:
-    """Slots that fill no page of the system keep what they share a page with."""
+    """Only pages of the system whose slots are all forgotten become zeros. Other pages stay as they are."""
     worker = tiny_worker("rot-k3v2")
     memory = KvMemory(worker.codec, worker.layout, 2, 16)
     slots = [2, 3, 4, 5, 6, 7, 12]

@@ -1,4 +1,4 @@
-"""Copies beside the steps of a device give the bytes that copies one after another give, whatever lags."""
+"""Copies beside the steps of a device give the same bytes as copies one after another, whichever lane lags."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tensors(pools: Sequence[Pool]) -> list[Tensor]:
 
 
 def scribble(memory: KvMemory, page: int, slot: int, seed: int) -> None:
-    """What a step does to a page and to a slot, as far as a copy can see it."""
+    """Change a page and a slot, as a step does."""
     generator = torch.Generator().manual_seed(100 * seed + page)
     for pool in memory.pools:
         for x in (*(plane[page] for plane in pool.planes.values()), pool.open_k[slot], pool.open_v[slot]):
@@ -49,12 +49,12 @@ def scribble(memory: KvMemory, page: int, slot: int, seed: int) -> None:
 
 @dataclass
 class Node:
-    """Pools, host pages, and everything that left."""
+    """Pools, host pages, and all parts that were sent."""
 
     memory: KvMemory
     host: HostPages = field(init=False)
     sent: list[list[tuple[int, Planes]]] = field(default_factory=list)
-    """By pass and layer: first page of a part, planes."""
+    """For each pass and layer: (first page, planes) of each part."""
 
     def __post_init__(self) -> None:
         self.host = HostPages(self.memory, PLACES)
@@ -70,17 +70,17 @@ class Node:
             out.send(self.memory.export(layer, pages), partial(_keep, parts))
 
     def swap(self, pages: list[int], slots: list[int], _: int) -> None:
-        """Some pages and a slot to host memory, and to others."""
+        """Copy some pages and a slot to host memory, and from there to other pages and another slot."""
         kv = self.memory.copy_out(pages[:3], slots[0], ROWS)
         self.memory.copy_back(kv, pages[:2:-1], slots[1])
 
     def keep(self, pages: list[int], slots: list[int], _: int) -> None:
-        """Pages that nobody holds come back elsewhere."""
+        """Save idle pages to host memory and load some of them into other pages."""
         self.host.save(pages[:3], [4, 0, 2])
         self.host.load([2, 4], pages[3:5])
 
     def install(self, pages: list[int], slots: list[int], _: int) -> None:
-        """What left arrives, one frame for each KV head."""
+        """Parts that were sent arrive, in one frame for each KV head."""
         with self.memory.lanes.arriving():
             for layer, parts in enumerate(self.sent[-2:]):
                 for (first, planes), head in product(parts, (1, 0)):
@@ -91,7 +91,7 @@ class Node:
                         plane.view(torch.uint8).fill_(0x77)
 
     def rows(self, pages: list[int], slots: list[int], _: int) -> None:
-        """From slot to host memory; then the first slot moves to the second one and takes those rows."""
+        """Copy a slot's rows to host memory. Then move the first slot to the second, and the first takes those rows."""
         exact = self.memory.export_rows(0, slots[2], ROWS).own()
         self.memory.copy_rows(slots[0], slots[1], ROWS)
         with self.memory.lanes.arriving():
@@ -121,7 +121,7 @@ DAYS = st.lists(
 
 
 def lived(node: Node, day: list[tuple[str, list[int], list[int], int]]) -> list[Tensor]:
-    """Computing and a copy by turns. All bytes that there are in the end."""
+    """Compute and copy by turns. Returns all bytes of the pools and of the sent parts in the end."""
     for other, pages, slots, seed in day:
         with node.memory.lanes.computing(), Departures(node.memory.lanes) as out:
             node.compute(out, pages, slots, seed)
@@ -136,7 +136,7 @@ def lived(node: Node, day: list[tuple[str, list[int], list[int], int]]) -> list[
 @given(day=DAYS, seed=st.integers(0, 1 << 30))
 @settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
 def test_lanes_that_lag_change_no_byte(codec: str, day: list[tuple[str, list[int], list[int], int]], seed: int) -> None:
-    """Every codec, in every order that lanes and marks allow, and over torch's streams, against copies at once."""
+    """Every codec, in every order that lanes and marks allow and over torch's streams, equals immediate copies."""
     worker = tiny_worker(codec)
     kinds = [None, Lagging(seed, computes=True).lanes, streams()]
     ends = list[list[Tensor]]()
@@ -161,7 +161,7 @@ LIVES: dict[str, Life] = {
     "kept prefixes": test_prefix.test_pages_go_to_host_memory_and_come_back_bit_equal,
     "fetches": test_fetch.test_a_fresh_prefill_node_goes_on_with_what_the_decode_node_kept,
 }
-"""What nodes are tested for where copies are done at once."""
+"""Tests of nodes that elsewhere run with immediate copies."""
 QUICK = "rot-k3v2"
 """One codec with exact pages."""
 
@@ -171,7 +171,7 @@ QUICK = "rot-k3v2"
 )
 @pytest.mark.parametrize("life", LIVES)
 async def test_nodes_whose_lanes_lag_say_the_same(life: str, codec: str) -> None:
-    """Prefill, wire, decode, swap, kept pages and lending: the tokens of one process that copies at once."""
+    """With prefill, wire, decode, swap, kept pages and lending, tokens are those of a process with immediate copies."""
     device = Lagging(len(life), computes=False)
     with on_lanes(device.lanes) as made:
         await LIVES[life](codec)
@@ -183,7 +183,7 @@ async def test_nodes_whose_lanes_lag_say_the_same(life: str, codec: str) -> None
 
 @pytest.mark.parametrize("lags", [False, True])
 async def test_layers_leave_while_later_ones_compute(lags: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a device copies, the host enqueues the next layer before it asks for the one before."""
+    """If a device copies, the host enqueues the next layer before it waits for the one before."""
     worker = replace(tiny_worker(), codec=twin(tiny_worker().codec))
     attend, frames, done = worker.codec.attend, FrameWriter.frames, list[tuple[str, int]]()
 
@@ -208,14 +208,14 @@ ONE = torch.zeros(1, dtype=torch.int64)
 
 
 def lagging(seed: int = 1) -> tuple[Lagging, Lanes, RubbishRing]:
-    """Lanes, and three slots of four numbers each."""
+    """A device that lags, lanes on it, and their ring of small slots."""
     device = Lagging(seed, computes=True)
     ring = RubbishRing(SLOTS, 2 * ALIGNED, pinned=False)
     return device, Lanes(CPU, device.lanes, ring), ring
 
 
 def test_a_thread_that_sends_goes_on_until_slots_run_short() -> None:
-    """Two pages wait for nobody; with the third one the first has to be there. The end of the block waits for all."""
+    """Two pages are sent without a wait. The third one waits for the first copy. The end of the block waits for all."""
     device, lanes, _ = lagging()
     pages, seen = torch.arange(12).view(6, 2), list[tuple[int, list[int]]]()
 
@@ -231,7 +231,7 @@ def test_a_thread_that_sends_goes_on_until_slots_run_short() -> None:
 
 @pytest.mark.parametrize("where", ["block", "then"])
 def test_what_a_failed_block_has_sent_is_over_and_not_used(where: str) -> None:
-    """Its pages change owners then, and a pass that is repeated sends them again."""
+    """Its pages go to other holders then, and a repeated pass sends them again."""
     _, lanes, ring = lagging()
     page, used = torch.zeros(1, 2), list[Planes]()
 
@@ -252,7 +252,7 @@ def test_what_a_failed_block_has_sent_is_over_and_not_used(where: str) -> None:
 
 
 def test_what_a_failed_block_has_brought_is_written() -> None:
-    """No copy writes to pages that are given back."""
+    """Thus no copy writes to pages that are given back."""
     _, lanes, ring = lagging()
     page = torch.zeros(2, 2)
 
@@ -300,7 +300,7 @@ def test_parts_fit_their_slots_and_make_up_the_whole(count: int, sizes: list[int
 
 
 def test_a_slot_that_does_not_come_back_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that does is what a thread waits for."""
+    """A slot that does come back ends the wait of a thread."""
     ring = HostRing(1, 8, pinned=False)
     taken, found = ring.take(), list[Slot]()
     thread = threading.Thread(target=lambda: found.append(ring.take()))

@@ -1,4 +1,4 @@
-"""Columns of log-probabilities hold what tokens had."""
+"""Columns of log-probabilities have the values of the tokens."""
 
 from __future__ import annotations
 

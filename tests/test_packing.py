@@ -1,4 +1,4 @@
-"""Numbers in one buffer: what comes out is what went in, and every list begins where kernels expect it."""
+"""Numbers in one buffer come out as they went in, and every list begins where kernels expect it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_table_has_whole_strides(rows: list[list[int]]) -> None:
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=9), st.booleans())
 def test_strides_and_alignment_of_a_decode_batch_are_those_of_every_other(held: list[int], again: bool) -> None:
-    """So Triton, which compiles anew for other divisibilities of a pointer or a stride, does not."""
+    """Triton compiles anew if the divisibility of a pointer or a stride changes. Here it never changes."""
     spans = [Span(slot, rows, 1, tuple(range(rows // 32 + 1))) for slot, rows in enumerate(held)]
     batch = Batch.of(spans, 32, META, Batch.of(spans, 32, META) if again else None, [[5] * len(spans)])
     where = batch.where

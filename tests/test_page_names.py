@@ -1,4 +1,4 @@
-"""A page's name follows everything that its bytes depend on, and nothing else."""
+"""A page's name depends on everything on which its bytes depend, and on nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The input of recorded steps: what lies on the device is the step that was put last, whatever was put before."""
+"""The input of recorded steps: the device has the step that was put last, whatever was put before."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_device_has_the_step_that_was_put_last(steps: list[list[Span]], data
 
 
 def test_host_memory_is_written_again_when_its_copy_is_over() -> None:
-    """The device lags by as many inputs as there are mirrors; the next one waits for the oldest copy alone."""
+    """The device lags by as many inputs as there are mirrors. The next input waits only for the oldest copy."""
     waited = list[int]()
 
     class Mark:

@@ -1,4 +1,4 @@
-"""What was measured once: read back as it was, measured again where it cannot be, by one process of several."""
+"""A stored measurement is read back as it was. If that fails, one process of several measures again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays quick of a grid has every pair of its values, and no more cases than that takes."""
+"""The quick cases of a grid cover every pair of its values, and are as few as that needs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MEASURED = st.dictionaries(STAGES, SECONDS, max_size=4)
 def test_stages_sum_to_the_total_at_every_moment(
     windows: list[tuple[float, Stage, dict[Stage, float], Stage | None]], last: float, start: float | None
 ) -> None:
-    """Also in the middle of a window, for durations longer than their window, and for a start in the past."""
+    """This holds in the middle of a window, for durations longer than their window, and for a start in the past."""
     hand = Hand()
     clock = StageClock(hand, start)
     for seconds, stage, measured, rest in windows:
@@ -76,7 +76,7 @@ def test_durations_longer_than_the_window_are_scaled_to_it() -> None:
 
 
 def test_parts_are_scaled_as_the_stage_they_lie_in() -> None:
-    """A decode node had spent most of its 6 s before the window opened, for token 0 came late from the other node."""
+    """The decode node spent most of its 6 s before the window opened, because token 0 came late from the other node."""
     hand = Hand()
     clock = StageClock(hand)
     hand.time += 4
@@ -89,7 +89,7 @@ def test_parts_are_scaled_as_the_stage_they_lie_in() -> None:
 
 @given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SHARE, SHARE), max_size=8))
 def test_a_part_never_exceeds_what_it_lies_in(windows: list[tuple[float, float, float, float, float]]) -> None:
-    """Whatever a window is worth, for workers whose own accounts are consistent."""
+    """This holds for any length of a window, if the times that workers report are consistent."""
     hand = Hand()
     clock = StageClock(hand)
     for seconds, transfer, decode, attended, approximated in windows:

@@ -1,4 +1,4 @@
-"""The bound on the text of a token holds for every text, and is not claimed where a tokenizer drops text."""
+"""The bound on the text of a token holds for every text. There is no bound if a tokenizer drops text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = ["the quick brown fox jumps over the lazy dog", "        ", "aaaaaaaaaaa
 
 
 def byte_level(normalizer: Any = None) -> Core:
-    """Like GPT-2's; with a normalizer like Qwen's."""
+    """A tokenizer like GPT-2's, or like Qwen's with a normalizer."""
     core = Core(models.BPE())
     core.normalizer = normalizer
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -33,7 +33,7 @@ def byte_level(normalizer: Any = None) -> Core:
 
 
 def byte_fallback() -> Core:
-    """Like Llama 2's."""
+    """A tokenizer like Llama 2's."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "t", "h", "e", "th", "the", "▁the", "é"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the")]
     core = Core(
@@ -63,14 +63,14 @@ def changed(**parts: Any) -> Core:
 
 
 def blanks_swallowed() -> Core:
-    """A token that takes the blanks before it."""
+    """A tokenizer with a token that takes the blanks before it."""
     core = byte_level()
     core.add_special_tokens([AddedToken("<mask>", lstrip=True)])
     return core
 
 
 def no_bytes() -> Core:
-    """Characters that are not in its vocabulary are dropped."""
+    """A tokenizer that drops characters that are not in its vocabulary."""
     core = Core(models.BPE({"a": 0, "b": 1}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return core

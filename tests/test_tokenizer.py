@@ -1,4 +1,4 @@
-"""Text to ids and back: streaming equals the whole, stop strings across token boundaries, errors that name the file."""
+"""Text to ids and back: streamed text equals whole text, stop strings may cross tokens, and errors name the file."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_streamed_text_is_the_decoded_whole_for_any_ids(data: st.DataObject, byt
 
 @pytest.fixture(scope="module")
 def adorned_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Has added tokens of characters that are bytes, that are none, and both."""
+    """A tokenizer with added tokens of characters that stand for bytes, of characters that do not, and of both."""
     core = byte_level()
     core.add_special_tokens([AddedToken("<｜a▁b｜>", special=True), AddedToken("é", special=True)])
     core.add_tokens(["two words", "<0x41>", "日x", "Ġ!"])
@@ -121,7 +121,7 @@ def test_matcher_cuts_before_the_first_stop_however_the_text_arrives(data: st.Da
     shown = ""
     for index, piece in enumerate(pieces):
         shown += matcher.push(piece)
-        if matcher.matched is None:  # nothing is held that cannot become a stop string
+        if matcher.matched is None:  # text is held back only if it can become a stop string
             held = "".join(pieces[: index + 1])[len(shown) :]
             assert not held or any(stop.startswith(held) and stop != held for stop in stops)
     shown += matcher.release()

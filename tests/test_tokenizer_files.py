@@ -1,4 +1,4 @@
-"""Tokenizers of all the forms that checkpoints have are read as transformers reads them."""
+"""Tokenizers in all file forms of checkpoints are read as transformers reads them."""
 
 from __future__ import annotations
 

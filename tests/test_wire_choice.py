@@ -1,4 +1,4 @@
-"""Coding where it pays: the choice on a clock that tests turn, and the bytes, which are right whatever is chosen."""
+"""Planes are coded if that pays. Tests turn the clock by which the choice is made. Bytes are right in either case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLANE = 8 << 10
 
 
 class Clock:
-    """Seconds that pass where a test says so."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -26,7 +26,7 @@ class Clock:
 
 
 class Timed:
-    """`zstd`, which takes `seconds_per_byte` on the clock."""
+    """`zstd` that takes `seconds_per_byte` on the clock."""
 
     def __init__(self, clock: Clock, seconds_per_byte: float) -> None:
         self._form, self._clock, self.seconds_per_byte = create(), clock, seconds_per_byte
@@ -45,7 +45,7 @@ class Timed:
 
 @cache
 def plane_of_nibbles(seed: int) -> Bytes:
-    """Bytes of which zstd saves half."""
+    """Bytes that zstd shrinks by half."""
     return np.random.default_rng(seed).integers(0, 16, PLANE).astype(np.uint8)
 
 
@@ -56,7 +56,7 @@ def link_of(bytes_per_s: float) -> Rate:
 
 
 def coded(form: ChosenForm, planes: int) -> list[bool]:
-    """Which of so many planes are coded; those that are decode to what they were."""
+    """Whether each of `planes` planes is coded. Checks that coded planes decode to the same bytes."""
     found = []
     for seed in range(planes):
         plane, back = plane_of_nibbles(seed % 4), np.empty(PLANE, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Every wire form of `WIRE_FORMS` gives back what it was given, and survives whatever else it is given."""
+"""Every wire form of `WIRE_FORMS` decodes what it coded, and survives any other input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ zstd = pytest.mark.skipif("zstd" not in FORMS, reason="the package zstandard is 
 
 
 def plane_of(seed: int, size: int, alphabet: int) -> Bytes:
-    """Bytes of few values shrink, bytes of all values do not."""
+    """Random bytes of `alphabet` values: they shrink if it is small."""
     return np.random.default_rng(seed).integers(0, alphabet, size, dtype=np.uint8)
 
 
@@ -31,7 +31,7 @@ itemsizes = st.sampled_from([1, 2, 4, 8])
 
 
 def of_items(plane: Bytes, itemsize: int) -> Bytes:
-    """A whole number of elements."""
+    """The plane, repeated up to a whole number of elements."""
     return np.resize(plane, -(-plane.size // itemsize) * itemsize)
 
 
@@ -63,7 +63,7 @@ def test_codes_shrink_if_the_form_codes_at_all(form: WireForm) -> None:
 @settings(max_examples=200)
 @given(plane=planes, itemsize=itemsizes, data=st.data())
 def test_damage_is_an_error_or_harmless(form: WireForm, plane: Bytes, itemsize: int, data: st.DataObject) -> None:
-    """Truncated, lengthened, with wrong bits, or anything at all: `ValueError`, or a plane of the due size."""
+    """Code that is cut, lengthened, flipped or arbitrary gives `ValueError` or a plane of the due size."""
     plane = of_items(plane, itemsize)
     coded = form.encode(plane, itemsize) or plane.tobytes()
     how = data.draw(st.sampled_from(["cut", "longer", "flip", "anything"]))
@@ -87,7 +87,7 @@ def test_damage_is_an_error_or_harmless(form: WireForm, plane: Bytes, itemsize: 
 
 @every_form
 def test_another_size_is_refused(form: WireForm) -> None:
-    """A plane that holds more than its header said, or less."""
+    """The plane has more bytes than its header said, or fewer."""
     plane = plane_of(2, 4096, 4)
     coded = memoryview(form.encode(plane, 1) or plane.tobytes())
     for size in (1, 4095, 4097, 1 << 20):
@@ -122,7 +122,7 @@ HOSTILE_BYTES = 1024
 
 
 class Hostile:
-    """Sends what it likes under the name of another form, for planes of `HOSTILE_BYTES`."""
+    """Sends fixed bytes under the name of another form, for planes of `HOSTILE_BYTES`."""
 
     def __init__(self, form: WireForm, coded: bytes) -> None:
         self.name, self.method, self._form, self._coded = form.name, form.method, form, coded
@@ -138,7 +138,7 @@ class Hostile:
 
 
 def bombs() -> dict[str, tuple[bytes, str]]:
-    """Zstandard frames that no sender of ours makes, and the words that refuse them."""
+    """Zstandard frames that our senders never make, and the words of the error that refuses each."""
     zstandard = pytest.importorskip("zstandard")
 
     def frame(content: bytes, **options: bool) -> Any:
@@ -174,7 +174,7 @@ def bombs() -> dict[str, tuple[bytes, str]]:
     ],
 )
 def test_hostile_frames_with_honest_checksums_are_refused(bomb: str) -> None:
-    """A peer that we trust by its token sends planes of 1024 bytes whose code is not what it seems."""
+    """A peer with a valid token sends planes of 1024 bytes whose code is hostile."""
     form, (coded, words) = wire_form("zstd"), bombs()[bomb]
     shipment = ship("hack", layers=1, heads=1, tokens=64, form=Hostile(form, coded))
     frame = shipment.frames[0]

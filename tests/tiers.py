@@ -1,14 +1,14 @@
-"""What `make test` leaves to `make test-all`: tests with the marker `slow`.
+"""Chooses the tests that `make test` leaves to `make test-all`: those with the marker `slow`.
 
-A test is slow where it computes for another machine than this one (Triton interpreted, or compiled for GPUs), drives a
+A test is slow if it computes for another machine than this one (Triton interpreted, or compiled for GPUs), drives a
 browser, runs for a long time by intention (soaks, storms, queueing theory), measures (benches, plans, tables of
 accuracy), or breaks a cluster of processes in a way that a quick test breaks nodes of one process.
 
-Of what Triton interprets the first case of each test is quick. Of a test with the marker `grid` as few cases are quick
-as have every pair of values of two parameters; with `grid(together=1)`, as few as have every value. So a backend, an
-instruction set, a wire or a codec is never left out. With `grid(kinds=True)` codecs of one kind (tests/kinds.py) count
-as one value. That is for tests of nodes and clusters, to which codecs of a kind are alike. Bytes and kernels of every
-codec have quick tests of their own (tests/codecs).
+If Triton interprets a test, only its first case is quick. If a test has the marker `grid`, a small set of cases that
+covers every pair of values of two parameters is quick; with `grid(together=1)`, a small set that covers every value. So
+no backend, instruction set, wire or codec is left out. With `grid(kinds=True)` codecs of one kind (tests/kinds.py)
+count as one value. That is for tests of nodes and clusters, to which codecs of a kind are alike. Bytes and kernels of
+every codec have quick tests of their own (tests/codecs).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 import pytest
 
 Value = tuple[str, str]
-"""Name of a parameter, and a value of it."""
+"""Name and value of a parameter."""
 
 
 def thin_out(items: Iterable[pytest.Item], kind_of: Callable[[object], object]) -> None:
-    """Mark the cases of each test slow that add nothing to what `cover` chooses. `kind_of` gives a value's kind.
+    """Mark those cases of each test slow that `cover` does not choose. `kind_of` gives a value's kind.
 
-    Cases that are slow already, or skipped here, cover nothing and stay what they are.
+    Cases that are slow already, or skipped on this machine, cover nothing and stay unchanged.
     """
     for cases in _by_test(item for item in items if not {"skip", "slow"} & {mark.name for mark in item.iter_markers()}):
         marker = cases[0].get_closest_marker("grid")
@@ -58,11 +58,11 @@ def _by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Function]]:
 def cover(
     cases: Sequence[Mapping[str, Any]], together: int = 2, kind_of: Callable[[object], object] = lambda value: value
 ) -> set[int]:
-    """Indices of few cases which together have every value, and every pair of values, that any case has.
+    """Indices of a few cases that together have every pair of values that any case has; with `together` 1, every value.
 
-    With `together` 1, every value. Values of one kind (`kind_of`) count as one. The case with most new ones goes first,
-    of equals the one whose values have been chosen least, then the earlier one: so the choice is the same every time,
-    and no value stands in most of it.
+    Values of one kind (`kind_of`) count as one. The case with the most new pairs or values is chosen next; of equals,
+    the one whose values have been chosen least, then the earlier one. So the choice is always the same, and no value
+    dominates it.
     """
     each = [frozenset(values(case, kind_of)) for case in cases]
     present = [set(combinations_with_replacement(sorted(case), together)) for case in each]
@@ -82,7 +82,7 @@ def cover(
 
 
 def values(case: Mapping[str, Any], kind_of: Callable[[object], object] = lambda value: value) -> Iterator[Value]:
-    """Parameters of a case and what they are; fields of a dataclass and places in a tuple are parameters too."""
+    """The parameters of a case with their values. Fields of a dataclass and places in a tuple are parameters too."""
     for name, value in case.items():
         if is_dataclass(value):
             yield from values({f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)}, kind_of)

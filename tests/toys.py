@@ -1,4 +1,4 @@
-"""Codecs that only tests know: each is a factory, and enters by one row of `CODECS`."""
+"""Codecs for tests only: each is a factory, and joins `CODECS` by one row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_with_exact_layer(name: str, shape: KvShape, backend: Backend, settings:
 
 
 def make_projected(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
-    """`zack` with random projections, of no model, unless the settings name others."""
+    """`zack` with random projections that belong to no model, unless the settings name others."""
     if "calibration" in settings:
         return make_zack(name, shape, backend, settings)
     file = projection_file(shape.num_layers, shape.num_kv_heads, shape.head_dim)
@@ -62,7 +62,7 @@ class RotatedSettings(Frozen):
 
 
 def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
-    """Codec `fp16`, but V rests turned by rotations of a calibration file, which are folded into W_v and W_o."""
+    """Codec `fp16`, but V is stored rotated by matrices of a calibration file, which are folded into W_v and W_o."""
     chosen = RotatedSettings.model_validate(settings)
     artifact = read_artifact(Path(chosen.rotations))
     square = (shape.head_dim, shape.head_dim)
@@ -74,7 +74,7 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
 
 
 class RotatedCodec(PagedCodec):
-    """V' = R^T V, and as the heads' outputs are sums of V', W_o' = W_o R: the model computes what it did."""
+    """V' = R^T V. The heads' outputs are sums of V', so with W_o' = W_o R the model computes the same as before."""
 
     prepares_weights = True
 

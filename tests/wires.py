@@ -1,4 +1,4 @@
-"""The wires that this machine can use. Tests loop over them, and say which they leave out and why."""
+"""The wires that this machine can use. Tests loop over them, and report which wires are left out and why."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ WIRES_HERE = [
 ]
 LINKS_HERE = [name for name in USABLE if name in LINKS]
 EVERY_LINK: dict[str, Callable[[], LinkKind]] = {name: partial(link_kind, name) for name in LINKS_HERE}
-"""Name -> kind of link, with NCCL's over a library of our own where there is none of NVIDIA's."""
+"""Name -> kind of link. Where possible, NCCL's also over a fake library (`fake_nccl`)."""
 if fake_nccl.possible():
     EVERY_LINK["nccl-fake"] = fake_nccl.kind

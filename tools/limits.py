@@ -5,7 +5,8 @@ behaviour at most 12 attributes, any class at most 20 methods, a file at most 35
 
 What is counted, and what is not:
 
-- A parameter is whatever a caller may pass; `self` and `cls` are not. Device code (`@triton.jit`) has no limit.
+- A parameter is anything that a caller may pass; `self` and `cls` do not count. Device code (`@triton.jit`) has no
+  limit.
 - An attribute is a name that a class assigns on `self` or declares as a field.
 - A *record* carries values and has no limit of attributes: a frozen dataclass, a pydantic model, a protocol, a named
   tuple, a typed dictionary, an enumeration, an exception, and every class that descends from one. The largest are
@@ -38,7 +39,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What was counted of one function, class or file."""
+    """One count of one function, class or file."""
 
     where: str
     name: str
@@ -50,7 +51,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Census:
-    """Everything that was counted."""
+    """All counts."""
 
     parameters: list[Shape] = field(default_factory=list)
     attributes: list[Shape] = field(default_factory=list)
@@ -71,12 +72,12 @@ class Census:
 
     @property
     def usual_parameters(self) -> float:
-        """Parameters that nine of ten functions do not exceed. Tests have few, and are left out."""
+        """The number of parameters that nine of ten functions do not exceed. Tests have few, so they are left out."""
         counts = [shape.count for shape in self.parameters if not shape.where.startswith(TESTS)]
         return statistics.quantiles(counts, n=10, method="inclusive")[-1] if len(counts) > 1 else 0.0
 
     def broken(self) -> dict[str, list[Shape]]:
-        """What exceeds a limit, largest first, by the limit's name."""
+        """Name of a limit -> the counts that exceed it, largest first."""
         limits = {
             f"functions of more than {MOST_PARAMETERS} parameters": _above(MOST_PARAMETERS, self.parameters),
             f"classes of more than {MOST_ATTRIBUTES} attributes": _above(MOST_ATTRIBUTES, self.attributes),
@@ -101,7 +102,7 @@ def _is_device_code(function: Function) -> bool:
 
 
 def _records(classes: Sequence[ast.ClassDef]) -> Set[ast.ClassDef]:
-    """Those that are records by themselves, and all that descend from one."""
+    """The classes that are records by themselves, and all that descend from one."""
     found = {node for node in classes if any(map(_is_frozen_dataclass, node.decorator_list))}
     while True:
         names = RECORDS | {node.name for node in found}
@@ -163,7 +164,7 @@ def tracked(paths: Sequence[str]) -> dict[str, str]:
 
 
 def main(paths: Sequence[str]) -> int:
-    """Print what was counted; return the exit code."""
+    """Print a summary and all broken limits; return the exit code."""
     counted = census(tracked(paths))
     usual, most = counted.usual_parameters, max((shape.count for shape in counted.parameters), default=0)
     print(f"{len(counted.parameters)} functions: parameters p90 {usual:g} (limit {USUAL_PARAMETERS}), most {most}")

@@ -1,7 +1,7 @@
 """`python -m tools.lock`, or `make lock`: pins the newest packages that pyproject.toml admits in constraints.txt.
 
-Checks and tests then mean the same tomorrow as today. torch is pinned in the Makefile; it brings Triton and CUDA's
-packages in versions of its own, which depend on the build of torch.
+So checks and tests give the same results tomorrow as today. The Makefile pins torch, which brings Triton and CUDA's
+packages in versions that depend on the build of torch.
 """
 
 import json
@@ -16,7 +16,7 @@ OF_TORCH: Final = re.compile("(torch|triton|cuda|nvidia)([-_].*)?")
 
 
 def main() -> None:
-    """Write the file. What pip says of a conflict ends the command."""
+    """Write the file. If pip reports a conflict, the command ends with its message."""
     torch = re.search("^TORCH := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert torch, "the Makefile pins torch"
     resolve = ("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-")

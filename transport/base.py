@@ -26,14 +26,14 @@ from hackkv.types import (
 
 Deliver = Callable[[Handoff, AsyncIterator[KvFrame | HandoffEnd]], Awaitable[Receipt]]
 """The receiving room's side of a wire. It either raises `HandshakeRefused` before it asks for the first frame, or it
-starts to read. The wire tells the sender to go on when the first frame is asked for. Reading slowly is the
+starts to read. When it asks for the first frame, the wire tells the sender to go on. Reading slowly is the
 back-pressure. A lost sender shows as `NodeLost` at the next frame. The room then has the wire's frame timeout to
 return."""
 
 Lend = Callable[[Handoff], AsyncIterator[KvFrame | HandoffEnd]]
 """The same room's side of a fetch: pages [held.pages, num_tokens / page_tokens) of the transfer that the handoff names,
-as frames, then their end. Planes are coded as the handoff's fingerprint says. Raises `HandshakeRefused` where they are
-not to be had, and `TransferError` when they cease to be held. Closing the iterator ends it."""
+as frames, then their end. Planes are coded as the handoff's fingerprint says. Raises `HandshakeRefused` if the node
+does not lend these pages, and `TransferError` when they cease to be held. Closing the iterator ends the fetch."""
 
 
 class KvPusher(Protocol):
@@ -49,17 +49,18 @@ class KvPusher(Protocol):
         ...
 
     async def close(self) -> None:
-        """Drop every connection; what is under way fails with `NodeLost`."""
+        """Drop every connection; pushes under way fail with `NodeLost`."""
         ...
 
 
 class KvSender(KvPusher, Protocol):
-    """A prefill node's end of a wire. It fetches pages from decode nodes too."""
+    """A prefill node's end of a wire. It also fetches pages from decode nodes."""
 
     def fetch(self, address: str, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
-        """Ask for what `Lend` gives, on whatever wire over gRPC. Raises its errors, or `NodeLost`.
+        """Fetch the frames that `Lend` gives. Raises its errors, or `NodeLost`.
 
-        Leaving the generator in any way cancels the call at the peer. The caller sets a deadline itself.
+        Over gRPC, payloads travel in their frames, even where a link carries those of pushes. Leaving the generator
+        cancels the call at the peer. The caller sets a deadline itself.
         """
         ...
 
@@ -83,19 +84,19 @@ class PrefillNode(Protocol):
         """Run a prompt. Yields `Prefilled`, then the fate of each push: `HandedOff` or `HandoffFailed`.
 
         There are pushes only if `job.handoff` is set and token 0 did not end the request. The stream stays open as long
-        as the node keeps the KV, so that `assign` can send it again. It ends when the node gives up the KV. The caller
-        closes it when the request is over; the node then frees the KV.
+        as the node has the KV, so that `assign` can send it again. The stream ends when the node gives up the KV. The
+        caller closes the stream when the request is over; the node then frees the KV.
         """
         ...
 
     async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name the decode node of a job (`WireAddress.url`). The first assignment has the job's epoch.
 
-        A later one, after that node was lost, has a later epoch. It gives up a push of an earlier epoch that is still
-        under way. `held` is what that node's `Reserved` said: only the rest is sent.
+        A later assignment, after that node was lost, has a later epoch. It cancels a push of an earlier epoch that is
+        still under way. `held` is what the new node's `Reserved` said: only the rest is sent.
 
         Raises `HandshakeRefused` when the transfer is not known here, its KV is gone, the epoch is not newer, or the
-        node lacks what the first one held: that was never put into frames.
+        new node lacks pages that the first one held: those were never put into frames.
         """
         ...
 

@@ -23,8 +23,8 @@ MAX_METADATA_BYTES = 96 << 10
 """Room for a failure: 16,000 characters of up to 4 bytes, and base64 on the way."""
 
 WINDOW_BYTES = 256 << 10
-"""Bytes that a stream may have in flight beyond the message that its receiver asked for: 1 s of 2 Mbit/s, or 0.2 ms of
-10 Gbit/s. gRPC would otherwise measure a window, queues included, and let it grow without bound."""
+"""Bytes that a stream may have in flight beyond the message that its receiver asked for: 1 s at 2 Mbit/s, 0.2 ms at
+10 Gbit/s. gRPC would otherwise measure a window, queues included, and let the window grow without bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def client_options(keepalive: Keepalive) -> list[tuple[str, int]]:
         # A new channel must make a new connection attempt and not inherit the back-off of an earlier one.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),  # the router re-places requests; a second copy of a job must never start silently
-        ("grpc.min_reconnect_backoff_ms", 2000),  # it also bounds one connection attempt (default 20 s)
+        ("grpc.min_reconnect_backoff_ms", 2000),  # this also bounds one connection attempt (default 20 s)
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 2000),
     ]
@@ -99,8 +99,8 @@ class ChannelPool:
     async def get(self, address: str) -> grpc.aio.Channel:
         """Return the channel to `address`. Raises `NodeLost` once the pool is closed.
 
-        A failed channel would refuse calls until its back-off ends, even if the peer is back. So it is replaced, and
-        every call makes its own attempt. No call can be under way on a channel in that state.
+        A failed channel refuses calls until its back-off ends, even if the peer is back. So a failed channel is
+        replaced, and every call makes its own attempt. No call can be under way on a failed channel.
         """
         if self._closed:
             raise NodeLost(f"{address}: the client is closed")

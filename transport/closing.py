@@ -1,4 +1,4 @@
-"""Ends what a call leaves behind: iterators and tasks."""
+"""Ends the iterators and tasks that a call leaves behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def closing(source: AsyncIterator[T]) -> AsyncIterator[AsyncIterator[T]]:
 
 
 async def reap(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait until they are over. Their outcome is dropped: the caller has taken what it needs."""
+    """Cancel tasks and wait until they are over. Their outcomes are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

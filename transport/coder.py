@@ -46,7 +46,7 @@ class Malformed(ValueError):
 
 
 def text(field: str, value: str) -> str:
-    """Pass a string that is not absurdly long."""
+    """Pass a string of at most `MAX_TEXT_CHARS` characters."""
     if len(value) > MAX_TEXT_CHARS:
         raise Malformed(field, f"{len(value)} characters, at most {MAX_TEXT_CHARS} are accepted")
     return value

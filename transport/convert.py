@@ -58,7 +58,7 @@ _ROLE_FROM_PB = {number: role for role, number in _ROLE_TO_PB.items()}
 
 
 PrefillPart = PrefillEvent | PromptLogprobs
-"""An event, or rows that come before those of a `Prefilled` (`transport.prefill_parts`)."""
+"""An event, or log-probabilities that belong to the `Prefilled` after them (`transport.prefill_parts`)."""
 
 
 @dataclass(frozen=True, slots=True)

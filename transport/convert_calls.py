@@ -12,13 +12,13 @@ from transport.convert_failure import pack_failure, unpack_failure
 from transport.pb import kv_pb2 as pb
 
 MAX_TOGETHER: Final = 1 << 16
-"""Asks or answers of one message."""
+"""The most asks or answers of one message."""
 MAX_TRAIL: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Begins the call of this number. Without a job the caller has left it."""
+    """Begins the call number `call`. An ask without a job ends that call: its caller has left."""
 
     call: int
     job: bytes | None = None
@@ -26,7 +26,7 @@ class Ask:
 
 
 class Answer(NamedTuple):
-    """An event of a call, why the call failed, or None: its end."""
+    """An event of a call, the error with which it failed, or None: its end."""
 
     call: int
     body: bytes | HackkvError | None

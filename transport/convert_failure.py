@@ -16,7 +16,7 @@ _EXTRA_FIELDS = ("retry_after_s", "param", "reason", "span")
 
 
 def pack_failure(error: HackkvError) -> pb.Failure:
-    """To the wire."""
+    """To protobuf."""
     return pb.Failure(
         code=error.code,
         message=str(error).encode("utf-8", "replace").decode()[:MAX_FAILURE_CHARS],

@@ -45,12 +45,12 @@ PushReply = Accepted | Receipt | HackkvError
 
 
 def pack_fingerprint(fingerprint: Fingerprint) -> pb.Fingerprint:
-    """To the wire."""
+    """To protobuf."""
     return pb.Fingerprint(fields=[pb.FingerprintField(name=name, value=value) for name, value in fingerprint.fields])
 
 
 def unpack_fingerprint(message: pb.Fingerprint) -> Fingerprint:
-    """From the wire."""
+    """From protobuf. Raises `Malformed`."""
     capped("fingerprint", message.fields, MAX_FINGERPRINT_FIELDS)
     return Fingerprint(tuple((text("name", field.name), text("value", field.value)) for field in message.fields))
 
@@ -76,12 +76,12 @@ def _unpack_layout(message: pb.KvLayout) -> KvLayout:
 
 
 def pack_held(held: HeldKv) -> pb.HeldKv:
-    """Pack the KV that a receiver has already."""
+    """To protobuf."""
     return pb.HeldKv(pages=held.pages, exact=held.exact)
 
 
 def unpack_held(message: pb.HeldKv) -> HeldKv:
-    """Inverse of `pack_held`."""
+    """From protobuf."""
     return HeldKv(message.pages, message.exact)
 
 
@@ -143,7 +143,7 @@ def _pack_frame(frame: KvFrame) -> pb.KvFrame:
 
 
 def _unpack_frame(message: pb.KvFrame) -> KvFrame:
-    payload = message.payload  # each access copies the bytes out of the message, so there is one
+    payload = message.payload  # each access copies the bytes out of the message, so this is the only one
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise Malformed("payload", f"{len(payload)} bytes, at most {MAX_PAYLOAD_BYTES} are accepted")
     return KvFrame(
@@ -169,7 +169,7 @@ def _pack_announced(noun: Announced) -> pb.Announced:
 
 
 def _declared(frame: KvFrame) -> int:
-    """Bytes of a frame's payload, as its planes say."""
+    """Bytes of a frame's payload, as its planes declare them."""
     return sum(plane.coded_bytes for plane in frame.planes)
 
 
@@ -203,7 +203,7 @@ def _unpack_end(message: pb.HandoffEnd) -> HandoffEnd:
 
 
 def pack_receipt(receipt: Receipt) -> pb.Receipt:
-    """To the wire."""
+    """To protobuf."""
     return pb.Receipt(
         transfer_id=receipt.transfer_id,
         tokens=receipt.tokens,
@@ -217,7 +217,7 @@ def pack_receipt(receipt: Receipt) -> pb.Receipt:
 
 
 def unpack_receipt(message: pb.Receipt) -> Receipt:
-    """From the wire."""
+    """From protobuf. Raises `Malformed`."""
     planes = capped("bytes_by_plane", message.bytes_by_plane, MAX_PLANES)
     return Receipt(
         transfer_id=text("transfer_id", message.transfer_id),
@@ -287,10 +287,10 @@ def _varint(value: int) -> bytes:
 
 
 def encode_push_request(noun: PushRequest) -> bytes:
-    """`PUSH_REQUEST.encode`, but with one copy of a frame's payload instead of two.
+    """Give the bytes of `PUSH_REQUEST.encode`, with one copy of a frame's payload instead of two.
 
-    Protobuf copies bytes into the message and again into its serialization. The payload is a frame's last field, so a
-    frame without it is serialized and the payload appended: the same bytes.
+    Protobuf copies bytes into the message and again into its serialization. The payload is a frame's last field. So a
+    frame without its payload is serialized, and the payload is appended.
     """
     if not isinstance(noun, KvFrame) or not noun.payload:
         return PUSH_REQUEST.encode(noun)

@@ -11,7 +11,7 @@ from transport.convert_failure import pack_failure, unpack_failure
 from transport.pb import kv_pb2 as pb
 
 MAX_KEY_BYTES: Final = 64 << 10
-"""Addresses and unique ids are some hundred bytes; the metadata of a registered memory some thousand."""
+"""The most bytes of a value. Addresses and unique ids take hundreds, the metadata of registered memory thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class PairKey:
-    """A value that an end tells the other while both connect (`Exchange.put`)."""
+    """A value that one end tells the other while both connect (`Exchange.put`)."""
 
     name: str
     value: bytes
@@ -31,14 +31,15 @@ class PairKey:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """The receiver's end is connected; there the pair is called by this number."""
+    """The receiver's end is connected and knows the pair by the number `pair`."""
 
     pair: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The receiver has room for a parcel of `size` bytes. The sender owes them now, whatever became of the handoff."""
+    """The receiver has room for parcel `number`, of `size` bytes. The sender must send as many bytes, even if the
+    handoff is over."""
 
     number: int
     size: int

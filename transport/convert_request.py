@@ -24,7 +24,7 @@ from transport.pb import kv_pb2 as pb
 
 MOST_ADDED = 1e30
 MOST_FACTOR = 1e6
-"""Samplers refuse more (`hack_kernels.choosing`); the API's own limits are far below."""
+"""Samplers refuse larger biases, penalties and factors (`hack_kernels.choosing`). The API's limits are far lower."""
 
 _FINISH_TO_PB = {None: pb.FINISH_UNSPECIFIED, Finish.STOP: pb.FINISH_STOP, Finish.LENGTH: pb.FINISH_LENGTH}
 _FINISH_FROM_PB = {number: finish for finish, number in _FINISH_TO_PB.items()}
@@ -74,7 +74,7 @@ def _unpack_sampling(message: pb.Sampling) -> Sampling:
 
 
 def column(field: str, kind: str, data: bytes) -> array[Any]:
-    """Numbers of one `array` type code that were sent as they lie in memory."""
+    """The numbers, of `array` type code `kind`, whose bytes in memory are `data`."""
     numbers = array(kind)
     if len(data) % numbers.itemsize:
         raise Malformed(field, f"{len(data)} bytes are no whole numbers")
@@ -157,6 +157,6 @@ def unpack_prompt_logprobs(message: pb.PromptLogprobs) -> PromptLogprobs:
     if width > MAX_ALTERNATIVES:
         raise Malformed("top", f"{width} alternatives of a token, at most {MAX_ALTERNATIVES} are accepted")
     for name, numbers in (("own", columns.own), ("top", columns.top)):
-        if math.isnan(sum(numbers)) and any(map(math.isnan, numbers)):  # a sum is quick, and hides no NaN
+        if math.isnan(sum(numbers)) and any(map(math.isnan, numbers)):  # a sum is quick and hides no NaN
             raise Malformed(name, "must not be NaN")
     return columns

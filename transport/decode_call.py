@@ -1,6 +1,6 @@
-"""A call of `DecodeNode.decode` whose events are handed on the moment they come.
+"""A call of `DecodeNode.decode` that hands on each event as soon as it comes.
 
-An iterator costs its reader a turn of the event loop for each event, and most of a router's events are tokens.
+An iterator costs its reader a turn of the event loop for each event, and most events of a router are tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from transport.trunk import Body, TrunkCall
 
 @dataclass(slots=True)
 class _Taker:
-    """Whoever waits in `each`."""
+    """The reader that waits in `each`."""
 
     take: Callable[[DecodeEvent], bool]
     done: asyncio.Future[Exception | None]
-    """Why nothing more is to be handed on; None: it is enough, or the call has ended well."""
+    """Resolves when nothing more is to be handed on: to the error, or to None if `take` returned True or the call ended
+    well."""
 
 
 class DecodeCall(TrunkCall[DecodeJob, DecodeEvent]):
@@ -30,7 +31,7 @@ class DecodeCall(TrunkCall[DecodeJob, DecodeEvent]):
     async def each(self, take: Callable[[DecodeEvent], bool]) -> None:
         """Hand further events to `take` until it returns True or the call ends. `take` must not wait for anything.
 
-        Raises what the node and `take` raise. Whatever goes wrong ends the call.
+        Raises errors of the node and of `take`. Any error ends the call.
         """
         if self._over:
             return
@@ -47,7 +48,7 @@ class DecodeCall(TrunkCall[DecodeJob, DecodeEvent]):
         except BaseException:
             await self.aclose()
             raise
-        finally:  # an error keeps this frame: a cycle, for the garbage collector to find
+        finally:  # an error refers to this frame: without `del` that cycle would wait for the garbage collector
             self._taker = None
             del taker, outcome
 
@@ -58,7 +59,7 @@ class DecodeCall(TrunkCall[DecodeJob, DecodeEvent]):
             self._settle(self._taker, body)
 
     def _settle(self, taker: _Taker, body: Body) -> None:
-        """Hand one event on."""
+        """Hand on one event, or the end of the call."""
         if taker.done.done():
             return
         try:

@@ -1,6 +1,6 @@
-"""The receiving half that all wires share: it runs `deliver` in its own task and feeds it frame by frame.
+"""The receiving half that all wires share: it runs `deliver` in a task and feeds it frame by frame.
 
-`deliver` owns pages, so it needs time to clean up when the sender is lost. Its frame iterator raises the loss at the
+`deliver` holds pages, so it needs time to clean up when the sender is lost. Its frame iterator raises the loss at the
 next frame at the latest. `deliver` is cancelled only if it does not return in time.
 """
 
@@ -21,14 +21,14 @@ from transport.status import internal
 log = logging.getLogger(__name__)
 
 FRAME_TIMEOUT_S = 300.0
-"""Seconds that a receiver waits for the next frame, the time until prefill seals a page included."""
+"""Seconds that a receiver waits for the next frame, including the time until prefill seals a page."""
 
 Pull = Callable[[], Coroutine[Any, Any, KvFrame | HandoffEnd]]
 Accept = Callable[[], Awaitable[None]]
 
 
 def check_size(item: KvFrame | HandoffEnd) -> None:
-    """Refuse a frame that no receiver would take."""
+    """Refuse a frame with a payload larger than any receiver accepts."""
     if isinstance(item, KvFrame) and len(item.payload) > MAX_PAYLOAD_BYTES:
         message = f"frame {item.seq} holds {len(item.payload)} bytes, at most {MAX_PAYLOAD_BYTES} are accepted"
         raise FrameRefused(message, reason="oversized")
@@ -72,7 +72,7 @@ class Delivery(AsyncIterator[KvFrame | HandoffEnd]):
         return self._verdict(task)
 
     async def __anext__(self) -> KvFrame | HandoffEnd:
-        """Return the next frame. Raises the loss, the sender's malformation, or `DeadlineExceeded`."""
+        """Return the next frame. Raises the loss, the error of a malformed frame, or `DeadlineExceeded`."""
         if self._ended:
             raise StopAsyncIteration
         if self._loss is not None:
@@ -112,7 +112,7 @@ class Delivery(AsyncIterator[KvFrame | HandoffEnd]):
                 log.error("deliver %s outlived its sender and is cancelled", self._handoff.transfer_id)
                 await reap(task)
             elif not task.cancelled():
-                task.exception()  # `_verdict` may not be reached; asyncio must not report it then
+                task.exception()  # marked as retrieved: `_verdict` may not be reached
 
     def _verdict(self, task: asyncio.Task[Receipt]) -> Receipt:
         error = None if task.cancelled() else task.exception()

@@ -1,6 +1,6 @@
-"""Gloo's TCP connections, as torch brings them: payloads leave the interpreter and gRPC's framing aside.
+"""Links over gloo's TCP connections, which torch provides. Payloads bypass the interpreter and gRPC's framing.
 
-A link is a process group of two of its own. Both ends meet over the `Exchange`, so no port of a store is opened.
+Each link is a process group of two. Both ends meet over the `Exchange`, so no port of a store is opened.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORD: Final = 8
 
 
 def create(_: Checksums) -> LinkKind:
-    """`gloo`, for the table. Both ends need the same torch, to its minor version. Raises `ConfigError`."""
+    """The kind `gloo` of `LINKS`. Both ends need the same major and minor version of torch. Raises `ConfigError`."""
     if not dist.is_gloo_available():
         raise ConfigError("wire: gloo: this build of torch has no gloo")
     major, minor = torch.__version__.split(".")[:2]
@@ -42,7 +42,7 @@ class GlooLink:
         self._group: Any = None  # ProcessGroupGloo; torch's stub of it lacks nearly everything
 
     def connect(self, exchange: Exchange) -> None:
-        """See `Link`. Gloo listens on a port of its own for as long as it connects."""
+        """See `Link`. Gloo listens on a port of its own while it connects."""
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
@@ -59,7 +59,7 @@ class GlooLink:
 
         def arrived(
             group: object = group,
-        ) -> Payload:  # without the group the peer's loss is not noticed
+        ) -> Payload:  # a reference to the group: without it the peer's loss is not noticed
             with _translating():
                 work.wait(_PARCEL_TIMEOUT)
             return room.numpy().tobytes()
@@ -74,7 +74,7 @@ class GlooLink:
 
     def abort(self) -> None:
         """See `Link`."""
-        self._group = None  # its destructor closes the connections, once no call uses it
+        self._group = None  # the group's destructor closes the connections, once no call uses the group
 
     def _connected(self) -> Any:
         if self._group is None:
@@ -83,9 +83,9 @@ class GlooLink:
 
 
 class _Rendezvous(Store):
-    """An `Exchange` as gloo wants it. Each end sets its own address and then gets both.
+    """An `Exchange` with the interface that gloo needs. Each end sets its own address and then gets both.
 
-    Gloo believes the sizes inside an address and reads beyond its end if they lie. So they are checked here.
+    Gloo believes the sizes inside an address and reads beyond its end if they are wrong. So they are checked here.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -109,9 +109,10 @@ class _Rendezvous(Store):
 
 
 def _sizes(address: bytes) -> tuple[int, int]:
-    """Bytes of the socket's address and of what follows it: a host's name, an address, numbers, each of variable size.
+    """Two sizes of an address of gloo, which holds a host name, a socket address and numbers.
 
-    All but the name are of one size in all addresses of one version of gloo.
+    They are the bytes of the socket address, as the address states them, and all bytes after the host name. Both are
+    equal in all addresses of one version of gloo; only the name varies.
     """
     name = int.from_bytes(address[:_WORD], "little")
     at = _WORD + name
@@ -119,7 +120,7 @@ def _sizes(address: bytes) -> tuple[int, int]:
 
 
 def _readable(data: bytes) -> Tensor:
-    """A tensor over `data`, which it keeps. torch warns of memory that cannot be written; nobody writes to this."""
+    """A tensor over `data`, without a copy. The detour by ctypes avoids torch's warning of memory that is read-only."""
     at = np.frombuffer(data, dtype=np.uint8).ctypes.data
     view = (ctypes.c_uint8 * len(data)).from_address(at)
     view.owner = data  # type: ignore[attr-defined]

@@ -4,8 +4,8 @@
     receiver ......... Accepted ............................ Receipt        or, at any point, a Failure
 
 HTTP/2 flow control is the back-pressure: the receiver reads a message when `deliver` asks for a frame, and a write at
-the sender waits while the window is full. A payload is copied once into the message to send. With a link
-(`transport/pair.py`) it travels beside the stream, which only announces it.
+the sender waits while the window is full. A payload is copied once, into the message to send. With a link
+(`transport/pair.py`) the payload travels beside the stream, which only announces it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Outlet(Protocol):
     """The way out for the payloads of one push."""
 
     async def message(self, item: KvFrame | HandoffEnd) -> bytes:
-        """The stream's message for `item`. Waits while too much is under way. Raises `NodeLost`, `DeadlineExceeded`."""
+        """The stream's message for `item`. Waits while too many payloads are under way. Raises `NodeLost` or
+        `DeadlineExceeded`."""
         ...
 
 
@@ -87,14 +88,14 @@ class GrpcSender:
         link: LinkKind | None = None,
         host: str = "",
     ) -> None:
-        """`link` carries payloads; its own sockets are at `host`. Without one they travel in their frames."""
+        """`link` carries payloads, on sockets at `host`. Without a link, payloads travel in their frames."""
         self._channels = ChannelPool(keepalive, trust)
         self._stall_timeout_s = stall_timeout_s
         self._wire = link.name if link else PLAIN
         self._outlets: Outlets = OutPairs(link, host, self._channels) if link else InFrames()
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
-        """Send one handoff; return the receiver's word that it is committed.
+        """Send one handoff; return the receipt when the receiver has committed it.
 
         `frames` is not touched before the receiver has accepted. At the end it is closed if it is a generator. Raises
         the receiver's error word for word, the error that `frames` raises, `NodeLost`, or `DeadlineExceeded` if the
@@ -104,7 +105,7 @@ class GrpcSender:
             return await self._push(address, handoff, frames, outlet)
 
     def fetch(self, address: str, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
-        """Fetch pages; their payloads travel in their frames, also where a link carries those of pushes."""
+        """Fetch pages. Their payloads travel in their frames, even where a link carries those of pushes."""
         return LenderClient(address, self._channels).fetch(handoff)
 
     async def close(self) -> None:
@@ -125,7 +126,7 @@ class GrpcSender:
         try:
             await asyncio.wait({verdict, pump}, return_when=asyncio.FIRST_COMPLETED)
             if not verdict.done():
-                pump.result()  # raises if our own side failed
+                pump.result()  # raises if this side failed
                 await asyncio.wait({verdict}, timeout=self._stall_timeout_s)
             if not verdict.done():
                 raise DeadlineExceeded(f"{address} did not commit {handoff.transfer_id}")
@@ -157,7 +158,8 @@ class GrpcSender:
         outlet: Outlet,
         accepted: asyncio.Event,
     ) -> None:
-        """Write the handoff and, once accepted, its frames. Returns early if the call is over; `_listen` raises why."""
+        """Write the handoff and, once it is accepted, its frames. If the call is over, returns early: `_listen` raises
+        the reason."""
         try:
             if not await write_message(call, encode_push_request(handoff)):
                 return
@@ -213,7 +215,7 @@ class GrpcListener:
             await self._pairs.close()
 
     async def _receive(self, context: Context) -> None:
-        """One `Push` call. The verdict is a message, and the sender ends the call."""
+        """Serve one `Push` call. The verdict is a message, and the sender ends the call."""
         verdict: Receipt | HackkvError
         try:
             verdict = await self._deliver_from(context)
@@ -257,7 +259,7 @@ class GrpcListener:
         data = await read_message(context)
         item = PUSH_REQUEST.decode(data)
         if isinstance(item, Handoff):
-            raise FrameRefused("a second Handoff on one stream", reason="out_of_order")
+            raise FrameRefused("a second Handoff on one stream", reason="order")
         if isinstance(item, Announced):
             if self._pairs is None:
                 raise FrameRefused("this wire carries payloads in its frames", reason="malformed")

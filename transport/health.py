@@ -36,7 +36,7 @@ async def _check(_: bytes, __: Context) -> bytes:
 HANDLER = grpc.method_handlers_generic_handler(
     "grpc.health.v1.Health", {"Check": grpc.unary_unary_rpc_method_handler(_check)}
 )
-"""Answers as long as the process's event loop runs."""
+"""Answers "SERVING" as long as the process's event loop runs."""
 
 
 class _Peer(Frozen, extra="ignore"):
@@ -46,7 +46,7 @@ class _Peer(Frozen, extra="ignore"):
 
 
 async def probe(address: str, trust: Trust = EVERYBODY, timeout_s: float = PROBE_S) -> str:
-    """Ask the server at `address` how it is: "SERVING", another word of the protocol, or what went wrong."""
+    """The state of the server at `address`: "SERVING", another state of the protocol, or the error of the call."""
     async with trust.dial(address, []) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(

@@ -1,4 +1,4 @@
-"""KV frames within one event loop: for tests and for a cluster in one process. Same semantics as the gRPC wire."""
+"""KV frames within one event loop, for tests and for a cluster in one process. The semantics are those of gRPC."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class InprocSender:
             async with closing(frames):
                 return await listener.run(delivery)
         except Exception:
-            if source.failure is not None:  # our own side failed: its error comes before the receiver's
+            if source.failure is not None:  # this side failed: its error takes precedence over the receiver's
                 raise source.failure from None
             raise
         finally:
@@ -138,7 +138,7 @@ class _Source:
         """Do nothing: the receiver's first pull starts the sender."""
 
     async def pull(self) -> KvFrame | HandoffEnd:
-        """Take one frame from the sender. Raises `NodeLost` for every failure there."""
+        """Take one frame from the sender. Every failure at the sender becomes `NodeLost`."""
         try:
             item = await anext(self._frames)
             check_size(item)

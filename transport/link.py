@@ -1,6 +1,6 @@
 """The protocol of links. A link is one connection of two processes that moves payloads one way, beside gRPC.
 
-gRPC keeps everything else: handshakes, headers, verdicts, and the messages by which both ends of a link agree
+Everything else stays with gRPC: handshakes, headers, verdicts, and the messages by which both ends of a link agree
 (`transport/pair.py`). A link moves one parcel after another, in the order in which the receiver posts them.
 """
 
@@ -20,36 +20,36 @@ from hackkv.types import Payload
 CONNECT_TIMEOUT_S: Final = 30.0
 """Seconds that both ends of a link may take to connect."""
 PARCEL_TIMEOUT_S: Final = 60.0
-"""Seconds that a parcel may take once its receiver is ready. 8 MiB take as long at 1.1 Mbit/s."""
+"""Seconds that a parcel may take once its receiver is ready. 8 MiB take 60 s at 1.1 Mbit/s."""
 
 
 Checksums = Callable[[Sequence[Any], int], list[int]]
-"""Gives the XXH3-64 of tensors of bytes, with a seed, where they lie. Their type stays unnamed: it would load torch."""
+"""Gives the XXH3-64 of tensors of bytes, with a seed, on their device. Their type is `Any` since torch stays unloaded
+here."""
 
 
 def on_host(pieces: Sequence[Any], seed: int) -> list[int]:
-    """`Checksums` of copies on the host."""
+    """`Checksums` computed on the host, from copies."""
     return [xxhash.xxh3_64_intdigest(piece.cpu().numpy().data, seed) for piece in pieces]
 
 
 class Exchange(Protocol):
-    """Values that both ends tell each other while they connect, over the channel that knows its peer. Any thread may
-    call."""
+    """Values that both ends tell each other while they connect, over the stream of their pair. Any thread may call."""
 
     def put(self, name: str, value: bytes) -> None:
-        """Say `value` under `name`, to the other end and to this one."""
+        """Publish `value` under `name`, to the other end and to this one."""
         ...
 
     def get(self, name: str) -> bytes:
-        """Wait for what was said under `name`. Raises `NodeLost` when the pair is lost or nothing comes in time."""
+        """Wait for the value under `name`. Raises `NodeLost` when the pair is lost or nothing comes in time."""
         ...
 
 
 class Link(Protocol):
-    """One end of a link. One thread calls `connect` and `send`, and what `post` returns; they block, with a deadline.
+    """One end of a link. One thread calls `connect`, `send` and the functions from `post`; they block, with a deadline.
 
-    They raise `NodeLost` or `DeadlineExceeded`; after that, and after `abort`, the link is of no use any more. A link
-    checks no bytes: planes have checksums, which whoever opens a frame compares.
+    They raise `NodeLost` or `DeadlineExceeded`. After an error or `abort` the link cannot be used any more. A link
+    checks no bytes: planes have checksums, which are compared when a frame is opened.
     """
 
     def connect(self, exchange: Exchange) -> None:
@@ -57,7 +57,7 @@ class Link(Protocol):
         ...
 
     def post(self, size: int) -> Callable[[], Payload]:
-        """Take memory for the next parcel and expect it. Returns at once; the function returned waits for its bytes."""
+        """Allocate memory for the next parcel and expect it. Returns, at once, a function that waits for its bytes."""
         ...
 
     def send(self, payload: Payload) -> None:
@@ -65,7 +65,7 @@ class Link(Protocol):
         ...
 
     def abort(self) -> None:
-        """Let the other end know, and release everything. Any thread may call, repeatedly, and never waits."""
+        """Let the other end know, and release everything. Any thread may call, repeatedly. Never waits."""
         ...
 
 
@@ -77,19 +77,19 @@ class LinkKind:
     dialect: str
     """Library and version, on which both ends have to agree."""
     open: Callable[[int, str], Link]
-    """Makes an end, not connected, from its rank (0 sends, 1 receives) and the host at which peers reach it."""
+    """Makes an unconnected end from its rank (0 sends, 1 receives) and the host at which peers reach it."""
 
 
 LINKS: Final[Mapping[str, str]] = MappingProxyType(
     {"gloo": "transport.gloo_link", "nccl": "transport.nccl_link", "nixl": "transport.nixl_link"}
 )
-"""Name -> module with `create(xxh3_64: Checksums) -> LinkKind`, which raises `ConfigError` in one line where it cannot
-be used. They are loaded on use: they need torch, which the router never loads."""
+"""Name -> module with `create(xxh3_64: Checksums) -> LinkKind`, which raises a `ConfigError` of one line where the kind
+cannot be used. Modules are loaded on use: they need torch, which the router never loads."""
 
 
 def link_kind(name: str, xxh3_64: Checksums = on_host) -> LinkKind:
-    """The kind of that name; `xxh3_64` checks what arrives on a device. Raises `ConfigError` that names what this
-    process lacks for it."""
+    """The kind named `name`; `xxh3_64` checks payloads that arrive on a device. Raises `ConfigError` that names what
+    this process lacks."""
     try:
         return cast(LinkKind, importlib.import_module(LINKS[name]).create(xxh3_64))
     except ImportError as error:

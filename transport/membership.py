@@ -20,7 +20,7 @@ RETRY_S = 0.5
 """Pause before a router that does not answer is asked again, in seconds."""
 
 LAST_WORD_S = 1.0
-"""Seconds that a node which stops waits for its news to reach the router."""
+"""Seconds that a stopping node waits for its news to reach the router."""
 
 
 async def stay_member(
@@ -34,8 +34,8 @@ async def stay_member(
     """Keep the node registered with the router at address `router` until `stop` is set. With "" there is no router.
 
     When `news` is set, the node reports to the router at once, even if `stop` is set at the same time. Otherwise a node
-    that has nothing to finish would be gone at once and would get requests until its lease runs out. Raises
-    `HandshakeRefused` when the fleet serves something else, `Unauthorized` when it does not accept our token.
+    with nothing to finish would leave unannounced and would get requests until its lease runs out. Raises
+    `HandshakeRefused` when the fleet serves something else, `Unauthorized` when the router refuses the token.
     """
     if not router:
         await stop.wait()

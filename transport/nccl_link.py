@@ -1,8 +1,8 @@
-"""NCCL, for payloads between GPUs: through `nccl4py`'s bindings, in communicators of two that never block.
+"""Links over NCCL, for payloads between GPUs: by `nccl4py`'s bindings, in communicators of two that never block.
 
-A sender has payloads in host memory, and stages each on the device (`CudaMemory`), on a stream of the link's own. At
-the receiver they stay where they have arrived, and the checksums of their planes are computed there (`DevicePayload`).
-NCCL may take two multiprocessors, since kernels that wait for a peer hold theirs.
+A sender has payloads in host memory. It stages each on the device (`CudaMemory`), on a stream of the link's own. At the
+receiver payloads stay on the device, and the checksums of their planes are computed there (`DevicePayload`). NCCL may
+take only two multiprocessors, since kernels that wait for a peer occupy theirs.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Checksums, Excha
 RECEIVER: Final = 1
 MAX_CTAS: Final = 2
 OLDEST: Final = 21800
-"""The version from which a communicator can be told how many multiprocessors it may take, and not to block."""
+"""The first version in which a communicator can be told its number of multiprocessors, and not to block."""
 WARM_BYTES: Final = 4096
-"""A parcel whose check runs all that is compiled to check any."""
+"""Size of a parcel whose check runs every kernel that checks of parcels compile."""
 POLL_S: Final = 100e-6
 SUCCESS, IN_PROGRESS, UINT8 = 0, 7, 1  # ncclResult_t and ncclDataType_t
 
 
 class PayloadMemory(Protocol):
-    """The memory in which NCCL finds payloads and puts them. Buffers are uint8 [bytes]."""
+    """The memory from which and into which NCCL moves payloads. Buffers are uint8 [bytes]."""
 
     @property
     def stream(self) -> int:
-        """The stream on which everything happens."""
+        """The CUDA stream of all copies and transfers."""
         ...
 
     def use(self) -> None:
-        """Prepare the calling thread."""
+        """Prepare the calling thread to use this memory."""
         ...
 
     def stage(self, payload: Payload) -> Tensor:
-        """Bring a payload there."""
+        """Copy a payload into this memory."""
         ...
 
     def room(self, size: int) -> Tensor:
@@ -53,7 +53,7 @@ class PayloadMemory(Protocol):
         ...
 
     def mark(self) -> Callable[[], bool]:
-        """Says whether all that is on the stream now is done."""
+        """Return a function that says whether all work that is on the stream now is done."""
         ...
 
     def payload(self, buffer: Tensor) -> DevicePayload:
@@ -65,7 +65,7 @@ class CudaMemory:
     """Memory of the GPU on which the node computes."""
 
     def __init__(self, xxh3_64: Checksums) -> None:
-        """`xxh3_64` makes checksums there; see `DevicePayload`."""
+        """`xxh3_64` computes checksums on the GPU; see `DevicePayload`."""
         self._xxh3_64 = xxh3_64
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
@@ -102,7 +102,7 @@ class CudaMemory:
 
 
 def create(xxh3_64: Checksums) -> LinkKind:
-    """`nccl`, for the table. Raises `ConfigError` that names what is missing: bindings, library or GPU."""
+    """The kind `nccl` of `LINKS`. Raises `ConfigError` that names what is missing: bindings, library or GPU."""
     bindings = load_bindings()
     if not torch.cuda.is_available():
         raise ConfigError("wire: nccl: torch sees no CUDA device (a torch build without CUDA, or no driver)")
@@ -110,7 +110,7 @@ def create(xxh3_64: Checksums) -> LinkKind:
 
 
 def load_bindings() -> Any:
-    """The bindings, with the library that they found. Raises `ConfigError`; versions that disagree are both named."""
+    """The bindings, which have loaded the library. Raises `ConfigError`, which names both versions if they disagree."""
     try:
         bindings = importlib.import_module("nccl.bindings.nccl")
     except ImportError as error:
@@ -125,14 +125,14 @@ def load_bindings() -> Any:
 
 
 def nccl_kind(bindings: Any, memory: Callable[[], PayloadMemory]) -> LinkKind:
-    """The kind of link over these bindings. Both ends need the same NCCL, to its minor version."""
+    """The kind of link over these bindings. Both ends need the same major and minor version of NCCL."""
     version = _dotted(int(bindings.get_version()))
     dialect = f"nccl {version.rpartition('.')[0]}"
     return LinkKind("nccl", dialect, lambda rank, host: NcclLink(bindings, memory(), rank))
 
 
 class NcclLink:
-    """A `Link`. NCCL is asked again and again how it is, so that a deadline and `abort` always end a wait."""
+    """A `Link`. Waits poll NCCL's state, so that a deadline and `abort` always end them."""
 
     def __init__(self, bindings: Any, memory: PayloadMemory, rank: int) -> None:
         self._nccl, self._memory, self._rank, self._peer = bindings, memory, rank, 1 - rank
@@ -140,10 +140,10 @@ class NcclLink:
         self._comm: int | None = None
         self._over = False
         self._buffers: dict[int, Tensor] = {}
-        """Under way, by address: NCCL may write to them until an abort has returned."""
+        """Buffers under way, by address: NCCL may write to them until an abort has returned."""
 
     def connect(self, exchange: Exchange) -> None:
-        """See `Link`. The receiver's id says where NCCL meets; it travels over the exchange only."""
+        """See `Link`. The receiver's unique id holds the address at which NCCL meets; only the exchange carries it."""
         nccl = self._nccl
         self._memory.use()
         if self._rank == RECEIVER:
@@ -164,7 +164,7 @@ class NcclLink:
         self._wait(lambda: True, CONNECT_TIMEOUT_S)
 
     def post(self, size: int) -> Callable[[], Payload]:
-        """See `Link`. NCCL hears of it when its turn comes; the sender's kernel waits as long as that takes."""
+        """See `Link`. The receive starts when the function returned is called; until then the sender's kernel waits."""
         return partial(self._arrive, self._memory.room(size))
 
     def send(self, payload: Payload) -> None:
@@ -185,7 +185,7 @@ class NcclLink:
         self._buffers.clear()
 
     def _warm_up(self) -> None:
-        """Compile what checks parcels before one waits for it."""
+        """Compile the kernels that check parcels, before a parcel waits for them."""
         self._memory.payload(self._memory.room(WARM_BYTES)).pieces((WARM_BYTES,), 0)
 
     def _arrive(self, buffer: Tensor) -> Payload:
@@ -203,10 +203,10 @@ class NcclLink:
             self._call(partial(operation, *where, self._comm, self._memory.stream))
         self._wait(lambda: True, PARCEL_TIMEOUT_S)
         self._wait(self._memory.mark(), PARCEL_TIMEOUT_S)
-        self._buffers.pop(buffer.data_ptr(), None)  # an abort may have let go of it
+        self._buffers.pop(buffer.data_ptr(), None)  # an abort may have dropped it
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until NCCL has taken all that it was told, and `done`."""
+        """Wait until NCCL has accepted all calls and `done` returns True."""
         deadline = monotonic() + timeout_s
         while True:
             with self._lock:

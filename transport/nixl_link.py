@@ -1,11 +1,11 @@
-"""NIXL, NVIDIA's library for moving KV: over UCX, that is RDMA, shared memory or TCP, whatever both ends have.
+"""Links over NIXL, NVIDIA's library for moving KV, on UCX: RDMA, shared memory or TCP, whichever both ends have.
 
     sender    copies a parcel to its slab, says "here" ...................... hears "read"
     receiver  ................................. hears "here", reads the slab, "read" follows
 
-The receiver reads; nobody writes to the memory of others. So a peer that is late, or has given the pair up, costs a
-checksum at worst and never a byte of memory that somebody else uses by then. Payloads lie in host memory at both ends.
-Nothing runs in the background: each end moves things on while it waits.
+The receiver reads; no end writes to the memory of the other. So if a peer is late, or has given the pair up, a checksum
+may fail, but no memory that has another use by then is overwritten. Payloads are in host memory at both ends. No thread
+runs in the background: each end drives its transfers while it waits.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Checksums, Excha
 RECEIVER: Final = 1
 BACKEND: Final = "UCX"
 PACKAGES: Final = {"13": "nixl_cu13", "12": "nixl_cu12"}
-"""Major version of CUDA -> module, which is one package built twice. Without CUDA either serves."""
+"""Major version of CUDA -> module of the package built for it. Without CUDA either serves."""
 ADDRESS_BYTES: Final = 8
 POLL_S: Final = 100e-6
 LAST_ROUNDS: Final = 100
-"""For which an agent moves on before it goes."""
-DONE, UNDER_WAY = "DONE", "PROC"  # what `check_xfer_state` says; else "ERR"
+"""Rounds for which an agent makes progress before it is dropped."""
+DONE, UNDER_WAY = "DONE", "PROC"  # answers of `check_xfer_state`, besides "ERR"
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """NIXL as it is installed."""
+    """The installed build of NIXL."""
 
     api: Any
     version: str
     errors: tuple[type[Exception], ...]
-    """Errors that its calls raise. These classes have no base of their own."""
+    """Errors that its calls raise. These classes have no common base."""
 
 
 def create(_: Checksums) -> LinkKind:
-    """`nixl`, for the table. Both ends need the same NIXL, to its minor version. Raises `ConfigError`."""
+    """The kind `nixl` of `LINKS`. Both ends need the same major and minor version of NIXL. Raises `ConfigError`."""
     library = load_library()
     plugins = library.api.nixl_agent(uuid4().hex, library.api.nixl_agent_config(backends=[])).get_plugin_list()
     if BACKEND not in plugins:
@@ -66,7 +66,7 @@ def create(_: Checksums) -> LinkKind:
 def load_library() -> Library:
     """The build for torch's CUDA. Raises `ConfigError` that names what is missing.
 
-    Its import sets up logging of its own, to standard output. Here its lines go where those of others go.
+    NIXL's import sets up a log of its own on standard output. Its lines are redirected to the log of this process.
     """
     major = (torch.version.cuda or "").partition(".")[0]
     names = [PACKAGES[major]] if major in PACKAGES else list(PACKAGES.values())
@@ -96,15 +96,15 @@ class NixlLink:
     def __init__(self, library: Library, rank: int) -> None:
         self._library, self._rank = library, rank
         self._lock = Lock()
-        """Whoever calls NIXL holds it."""
+        """Held during every call of NIXL."""
         self._agent: Any = None
         self._over = False
         self._peer = ""
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._registered: Any = None
-        """The slab, as the agent knows it."""
+        """The agent's handle of the slab."""
         self._transfer: Any = None
-        """Under way: NIXL may write to the slab until it is released."""
+        """Handle of the transfer under way: NIXL may write to the slab until the handle is released."""
         self._there = 0
         """Address of the sender's slab."""
         self._heard = deque[bytes]()
@@ -112,7 +112,7 @@ class NixlLink:
         """Numbers of parcels, at both ends in the same order."""
 
     def connect(self, exchange: Exchange) -> None:
-        """See `Link`. What NIXL tells of an end, and where its slab lies, travels over the exchange only."""
+        """See `Link`. Only the exchange carries an end's metadata and the address of its slab."""
         api, slab = self._library.api, torch.empty(MAX_PAYLOAD_BYTES, dtype=torch.uint8)
         with self._lock, self._translating():
             if self._over:
@@ -151,7 +151,7 @@ class NixlLink:
         self._hear(b"read %d" % number, deadline)
 
     def abort(self) -> None:
-        """See `Link`. A call of NIXL's under way ends first, and its agent after it."""
+        """See `Link`. The agent ends after the call of NIXL that is under way."""
         if not self._over:
             self._over = True
             Thread(target=self._close, name="abort").start()
@@ -181,7 +181,7 @@ class NixlLink:
             agent.send_notif(self._peer, word)
 
     def _hear(self, word: bytes, deadline: float) -> None:
-        """Wait for what the peer says next. Raises `NodeLost` if it is something else."""
+        """Wait for the peer's next message. Raises `NodeLost` if it is not `word`."""
         while not self._heard:
             with self._calling() as agent:
                 self._heard.extend(agent.get_new_notifs().get(self._peer, ()))
@@ -198,7 +198,7 @@ class NixlLink:
 
     @contextmanager
     def _calling(self) -> Iterator[Any]:
-        """The agent, for a call that returns at once. Until then an abort leaves it and the slab alone."""
+        """The agent, for a call that returns at once. Meanwhile an abort touches neither the agent nor the slab."""
         with self._lock, self._translating():
             if self._over or self._agent is None:
                 raise NodeLost("the link is closed")
@@ -212,7 +212,7 @@ class NixlLink:
             raise NodeLost(f"nixl: {error}") from error
 
     def _close(self) -> None:
-        """End what is under way, then the agent, and then its memory."""
+        """End the transfer under way, then the agent, and then its memory."""
         with self._lock:
             if self._agent is not None:
                 self._take_leave(self._agent)
@@ -221,16 +221,15 @@ class NixlLink:
             self._slab = torch.empty(0, dtype=torch.uint8)
 
     def _take_leave(self, agent: Any) -> None:
-        """Give back what the agent has. UCX may abort the process if an agent goes that still has a peer, words on
-        their way to it, or memory (openucx/ucx#1050, ai-dynamo/nixl#2025,
-        ai-dynamo/modelexpress#649)."""
+        """Release what the agent holds. UCX may abort the process if an agent is dropped that still has a peer, unsent
+        messages or memory (openucx/ucx#1050, ai-dynamo/nixl#2025, ai-dynamo/modelexpress#649)."""
         with suppress(*self._library.errors):
             if self._transfer is not None:
                 agent.release_xfer_handle(self._transfer)
         with suppress(*self._library.errors):
             if self._peer:
                 agent.remove_remote_agent(self._peer)
-            for _ in range(LAST_ROUNDS):  # the peer's end is closed while the agent moves on, and not before
+            for _ in range(LAST_ROUNDS):  # the connection to the peer closes only while the agent makes progress
                 agent.get_new_notifs()
         with suppress(*self._library.errors):
             if self._registered is not None:

@@ -1,4 +1,4 @@
-"""Small things that leave a process in one message if they come together: a message costs more than what is in it."""
+"""Small items share a message if they are put together: a message costs more than its contents."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ItemT = TypeVar("ItemT")
 MESSAGE_BYTES: Final = 256 << 10
 """The most bytes of a message with several items. A larger item travels alone."""
 WAITING_BYTES: Final = 4 << 20
-"""More does not wait for a peer that takes nothing: `room` holds up whoever adds to it."""
+"""Bytes that may wait for a slow peer. Above them `room` makes callers wait."""
 PATIENCE_S: Final = 0.01
 _ITEM_BYTES: Final = 64
-"""About what an item costs beside its body."""
+"""Estimated bytes of an item beside its body."""
 
 
 class StreamOutbox(Generic[ItemT]):
@@ -32,9 +32,9 @@ class StreamOutbox(Generic[ItemT]):
         self._has_room.set()
 
     def put(self, item: ItemT, size: int, *, soon: bool = True) -> None:
-        """Add an item with a body of `size` bytes. It leaves when the event loop comes round.
+        """Add an item with a body of `size` bytes. The item is sent in the next round of the event loop.
 
-        If it need not be `soon`, it waits up to `PATIENCE_S` for another item that leaves anyway.
+        Without `soon` the item waits up to `PATIENCE_S` seconds for another one to travel with.
         """
         self._items.append((item, size + _ITEM_BYTES))
         self._bytes += size + _ITEM_BYTES
@@ -46,12 +46,12 @@ class StreamOutbox(Generic[ItemT]):
             self._has_room.clear()
 
     async def room(self) -> None:
-        """Wait while too much waits."""
+        """Wait while more than `WAITING_BYTES` wait to be sent."""
         if not self._has_room.is_set():
             await self._has_room.wait()
 
     async def run(self) -> None:
-        """Send what comes, until the stream is over, or `end` and what is being sent then."""
+        """Send items until the stream is over, or until `end` and the message that is being sent by then."""
         alive = True
         while alive:
             await self._filled.wait()

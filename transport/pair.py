@@ -3,10 +3,11 @@
     sender    Hello .. keys .......................... parcel            over the link
     receiver  ........ keys .. Paired .. Ready ................ Ready    over the stream
 
-Handoffs announce parcels on their own streams. The receiver posts one, says `Ready`, and the sender sends that parcel
-next: so both ends keep one order, and neither waits in a link for a peer that does not come. A `Ready` is always
-answered with as many bytes, even if the handoff is over by then. So a cancelled handoff costs the others nothing, and a
-link ends only with its peer, its stream or a deadline. A pair is never mended: the next push makes another one.
+Handoffs announce parcels on their own streams. The receiver posts a parcel and says `Ready`; the sender sends that
+parcel next. So both ends keep one order, and neither waits in a link for a peer that does not come. A `Ready` is always
+answered with as many bytes, even if the handoff is over by then. So a cancelled handoff does not break the pair for
+others: a link ends only with its peer, its stream or a deadline. A lost pair is not repaired: the next push makes
+another one.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from transport.status import internal
 T = TypeVar("T")
 
 POSTED: Final = 2
-"""Parcels that a receiver expects at once on a pair: the next one is under way while one is taken out."""
+"""Parcels that a receiver expects at once on a pair: the next one is under way while one is read."""
 MAX_KEYS: Final = 64
 MAX_READY: Final = 64
-"""More than any receiver posts."""
+"""`Ready` messages that a sender queues: more than any receiver posts."""
 
 
 class PairStream(Protocol):
     """The messages of a `Connect` call, at either end."""
 
     async def read(self) -> PairMessage:
-        """The next message of the peer. Raises `NodeLost` when it has gone."""
+        """The next message of the peer. Raises `NodeLost` when the peer has gone."""
         ...
 
     async def write(self, message: PairMessage) -> None:
-        """Say something. Raises `NodeLost` when the peer has gone."""
+        """Send a message. Raises `NodeLost` when the peer has gone."""
         ...
 
     def end(self) -> None:
-        """The pair is over."""
+        """End the call: the pair is over."""
         ...
 
 
@@ -55,7 +56,7 @@ class Pair:
     """The base of both ends of a pair. It belongs to the event loop that made it."""
 
     tells_why: ClassVar[bool]
-    """Whether the peer still hears why this end has given the pair up."""
+    """Whether the peer is told the reason for which this end gives the pair up."""
 
     def __init__(self, link: Link, stream: PairStream) -> None:
         self._link, self._stream = link, stream
@@ -73,12 +74,12 @@ class Pair:
         return self._lost.done()
 
     def start(self) -> None:
-        """Carry messages from now on."""
+        """Start to send and receive messages."""
         self._writing = self._start(self._write())
         self._start(self._read())
 
     async def close(self, reason: HackkvError) -> None:
-        """End the pair, and wait until its tasks are over. The peer is told the reason that the pair has by then."""
+        """End the pair, and wait until its tasks are over. If the pair was lost before, its first reason stays."""
         self.lose(reason)
         if self._writing:
             await asyncio.wait({self._writing}, timeout=CONNECT_TIMEOUT_S)
@@ -94,7 +95,7 @@ class Pair:
         return await asyncio.shield(self._lost)
 
     async def or_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work`. Raises the reason if the pair is lost before it is done, and gives it up."""
+        """Do `work`. If the pair is lost before, cancels `work` and raises the reason."""
         task = asyncio.create_task(work)
         try:
             waiting: set[asyncio.Future[Any]] = {task, self._lost}
@@ -119,11 +120,11 @@ class Pair:
                     task.cancel()
 
     def tell(self, message: PairMessage) -> None:
-        """Say something to the peer, after everything said before."""
+        """Queue a message for the peer."""
         self._outbox.put_nowait(message)
 
     def receive(self, message: PairMessage) -> None:
-        """Take a message of the peer. Raises what ends the pair."""
+        """Take a message of the peer. An error that this raises ends the pair."""
         match message:
             case PairKey(name, value):
                 self._keys.arrive(name, value)
@@ -133,7 +134,7 @@ class Pair:
                 raise TransferError(f"a pair takes no {type(message).__name__} here")
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task of the pair: its failure ends the pair, and the pair's end ends it."""
+        """Start a task of the pair. Its failure ends the pair, and the end of the pair cancels the task."""
 
         def over(task: asyncio.Task[T]) -> None:
             self._tasks.discard(task)
@@ -191,13 +192,13 @@ class OutPair(Pair):
         self._start(self._send())
 
     def announce(self, payload: Payload, sent: Callable[[], None]) -> int:
-        """Keep a parcel until the receiver is ready for it; return its number. `sent` is called when it has left."""
+        """Keep a parcel until the receiver is ready for it; return its number. `sent` is called once it is sent."""
         number = next(self._numbers)
         self._announced[number] = _Parcel(payload, sent)
         return number
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Give up parcels of a handoff that is over. Zeros travel in place of those that the receiver waits for."""
+        """Drop parcels of a handoff that is over. If the receiver waits for one of them, it gets zeros instead."""
         for number in numbers:
             self._announced.pop(number, None)
 
@@ -238,13 +239,13 @@ class InPair(Pair):
     async def take(self, number: int, size: int) -> Payload:
         """Receive a parcel that was announced. Raises the reason if the pair is lost before.
 
-        A caller that is cancelled leaves the parcel to the pair, which receives and drops it.
+        If the caller is cancelled, the pair receives the parcel and drops it.
         """
         return await self.or_lost(self._take(number, size))
 
     async def _take(self, number: int, size: int) -> Payload:
         await self._places.acquire()
-        # It runs up to its first wait in the order of starting.
+        # Tasks run up to their first wait in the order in which they start, so parcels are posted in order.
         arriving = self._start(self._arrive(number, size))
         return await asyncio.shield(arriving)
 
@@ -280,7 +281,7 @@ class _Keys:
             return self._said[name]
 
     def arrive(self, name: str, value: bytes) -> None:
-        """The other end has put something, or this one."""
+        """Keep a value that either end has put."""
         with self._news:
             if len(self._said) >= MAX_KEYS:
                 raise TransferError(f"a pair exchanges at most {MAX_KEYS} keys")
@@ -288,7 +289,7 @@ class _Keys:
             self._news.notify_all()
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Let every `get` of a missing value raise: no more values come."""
         with self._news:
             self._closed = True
             self._news.notify_all()

@@ -1,4 +1,4 @@
-"""The pairs of a process: those that it made, by address of the receiver, and those that others made with it."""
+"""The pairs of a process: those that it opened as sender, and those that other processes opened with it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from transport.rpc_server import WIRE_KEY
 from transport.status import Context, answer, outstay, read_message, translating
 
 MAX_PAIRS: Final = 32
-"""Pairs that a sender keeps, and half of those that a receiver takes. Idle ones make room, used longest ago first."""
+"""Pairs that a sender keeps, and half of those that a receiver accepts. A sender closes the idle pair that it used
+longest ago to make room."""
 ConnectCall = grpc.aio.StreamStreamCall[bytes, bytes]
 AHEAD: Final = 2
-"""Parcels that a push announces before they have left: the next is known while one is under way."""
+"""Parcels that a push announces before they are sent: the next is announced while one is under way."""
 
 
 class OutPairs:
-    """The pairs that this process made."""
+    """The pairs that this process opened, by address of the receiver."""
 
     def __init__(self, kind: LinkKind, host: str, channels: ChannelPool, most: int = MAX_PAIRS) -> None:
         self._kind, self._host, self._channels, self._most = kind, host, channels, most
@@ -38,12 +39,12 @@ class OutPairs:
 
     @asynccontextmanager
     async def outlet(self, address: str) -> AsyncIterator[_Consignment]:
-        """The way out for payloads of one push to `address`. Makes a pair if there is none that lives.
+        """The way out for payloads of one push to `address`. Opens a pair if there is none, or it is lost.
 
-        Raises `NodeLost`, `HandshakeRefused` when the peer's link speaks differently, or `DeadlineExceeded`.
+        Raises `NodeLost`, `HandshakeRefused` when the dialects of the links differ, or `DeadlineExceeded`.
         """
         berth = self._berths.pop(address, None) or _Berth()
-        self._berths[address] = berth  # the one used last is the last
+        self._berths[address] = berth  # the order is that of the last use
         berth.pushes += 1
         try:
             async with berth.connecting:
@@ -93,7 +94,7 @@ class OutPairs:
 
 @dataclass(slots=True)
 class _Berth:
-    """The pair with one receiver, if there is one."""
+    """The place for the pair with one receiver, and the number of pushes that use it."""
 
     pair: OutPair | None = None
     pushes: int = 0
@@ -119,12 +120,12 @@ class _Consignment:
         return PUSH_REQUEST.encode(Announced(header, self._pair.number, number, len(item.payload)))
 
     def end(self) -> None:
-        """The push is over."""
+        """End the push: drop its parcels."""
         self._pair.forget(self._numbers)
 
 
 class InPairs:
-    """The pairs that others made with this process."""
+    """The pairs that other processes opened with this one, by number."""
 
     def __init__(self, kind: LinkKind, host: str) -> None:
         self._kind, self._host = kind, host
@@ -134,7 +135,7 @@ class InPairs:
         self._closed = False
 
     async def serve(self, context: Context) -> None:
-        """One `Connect` call."""
+        """Serve one `Connect` call."""
         stream = _ContextStream(context)
         try:
             await self._pair_up(stream)
@@ -143,7 +144,7 @@ class InPairs:
         await outstay(context, CONNECT_TIMEOUT_S)
 
     async def take(self, announced: Announced) -> Payload:
-        """Receive a parcel.
+        """Receive the payload of an announced frame.
 
         Raises `NodeLost` or `DeadlineExceeded`, and `FrameRefused` if there never was such a pair.
         """
@@ -155,13 +156,14 @@ class InPairs:
         return await pair.take(announced.number, announced.size)
 
     async def close(self) -> None:
-        """End every pair, and take no more."""
+        """End every pair, and accept no more."""
         self._closed = True
         for pair in list(self._pairs.values()):
             await pair.close(NodeLost("the receiver is closing"))
 
     async def _pair_up(self, stream: _ContextStream) -> None:
-        """Hold one pair until it is over. Raises only what no pair has told the peer."""
+        """Run one pair until it is over. Raises only errors from before the pair exists; a pair tells the peer its
+        own."""
         if self._closed:
             raise NodeLost("the receiver is closed")
         try:
@@ -216,7 +218,7 @@ class _CallStream:
 
 @dataclass(frozen=True, slots=True)
 class _ContextStream:
-    """The receiver's side."""
+    """The receiver's side of a `Connect` call."""
 
     context: Context
 

@@ -1,6 +1,6 @@
-"""A long prompt's log-probabilities travel in parts, and are one event again where they arrive.
+"""The log-probabilities of a long prompt travel in parts. The receiver joins them into one event again.
 
-They are tens of MiB. One message of all of them would hold up the event loops at both ends, and what other calls send.
+They take tens of MiB. A single message with all of them would hold up the event loops at both ends, and other calls.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transport.convert import PrefillPart
 from transport.trunk import TrunkCall
 
 PART_BYTES: Final = 128 << 10
-"""Of the columns that are sent at once."""
+"""Bytes of log-probabilities in one part."""
 
 
 def in_parts(event: PrefillEvent) -> Iterator[PrefillPart]:
-    """An event as it is sent: rows of a long prompt first, then the event itself with the last of them."""
+    """The parts of an event: rows of a long prompt's log-probabilities, then the event itself with the last rows."""
     if not isinstance(event, Prefilled):
         yield event
         return
@@ -34,7 +34,7 @@ def in_parts(event: PrefillEvent) -> Iterator[PrefillPart]:
 
 
 class PrefillCall(TrunkCall[PrefillJob, PrefillPart]):
-    """A call of `PrefillNode.prefill`: the parts of an event become that event."""
+    """A call of `PrefillNode.prefill`. It joins the parts of an event."""
 
     def __aiter__(self) -> PrefillCall:
         return self
@@ -54,7 +54,7 @@ class PrefillCall(TrunkCall[PrefillJob, PrefillPart]):
         return replace(part, prompt_logprobs=columns)
 
     async def _join(self, columns: PromptLogprobs, more: PromptLogprobs) -> None:
-        """Append rows. They are no more than a message could hold."""
+        """Append rows. Raises `TransferError` if they have another width or exceed the size of a message in total."""
         total = (len(columns) + len(more)) * _row_bytes(columns)
         if not more.own or more.width != columns.width or total > MAX_REPLY_BYTES:
             await self.aclose()

@@ -1,8 +1,8 @@
 """The answers of a call that streams them.
 
 A task that is cancelled while it awaits grpc.aio's `read` leaks a message that arrives in that moment. So the memory of
-a router whose clients leave would grow (`python -m bench.soak endurance`). Here a task that nobody cancels does the
-reading. Leaving cancels the call, and that ends the task.
+a router whose clients leave would grow (`python -m bench.soak endurance`). Here a task that is never cancelled reads.
+Leaving cancels the call, and the end of the call ends the task.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Remote `PrefillNode`, `DecodeNode` and `Registry`: the protocols of `base.py` for an address."""
+"""Clients of remote nodes and of the router, which implement the protocols of `base.py`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Client:
         self._timeout_s = timeout_s
 
     async def _ask(self, method: str, request: bytes) -> bytes:
-        """One request, one answer."""
+        """Send one request; return the answer."""
         channel = await self._channels.get(self.address)
         with translating(self.address):
             metadata = (*self._channels.metadata, *outgoing())
@@ -69,7 +69,7 @@ class PrefillClient(_Client):
     """A `PrefillNode` at an address."""
 
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Run a prompt there. Raises what the node raised, or `NodeLost`."""
+        """Run a prompt at the node. Raises the node's errors, or `NodeLost`."""
         return PrefillCall(self._trunk_to(methods.PREFILL_SERVE), job, PREFILL_JOB, PREFILL_EVENT)
 
     async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
@@ -86,7 +86,7 @@ class DecodeClient(_Client):
     """A `DecodeNode` at an address."""
 
     def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
-        """Serve one request there. Raises what the node raised, or `NodeLost`."""
+        """Serve one request at the node. Raises the node's errors, or `NodeLost`."""
         return DecodeCall(self._trunk_to(methods.DECODE_SERVE), job, DECODE_JOB, DECODE_EVENT)
 
     async def describe(self) -> NodeInfo:
@@ -95,12 +95,12 @@ class DecodeClient(_Client):
 
 
 class LenderClient(_Client):
-    """What a decode node lends (`transport.base.Lend`), at an address."""
+    """Pages that the decode node at an address lends (`transport.base.Lend`)."""
 
     async def fetch(self, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
         """Fetch the pages that `handoff` names; leaving the generator in any way cancels the call at the peer.
 
-        Raises what the node raised, `FrameRefused` or `NodeLost`.
+        Raises the node's errors, `FrameRefused` or `NodeLost`.
         """
         channel = await self._channels.get(self.address)
         with translating(self.address):

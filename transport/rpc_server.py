@@ -39,7 +39,7 @@ _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]"})
 _CLOSE_GRACE_S = 5.0
 
 WIRE_KEY = "hackkv-wire"
-"""Metadata of a KV stream: the wire that it belongs to, `PLAIN` where it is missing."""
+"""Metadata key of a KV stream: the name of its wire; `PLAIN` if the key is missing."""
 PLAIN = "grpc"
 """The wire whose payloads travel in the frames."""
 
@@ -65,12 +65,12 @@ async def _turn_away(_: AsyncIterator[bytes], context: Context) -> None:
     await abort(context, Unauthorized("this call does not show the cluster's token (internal.token_file)"))
 
 
-# Handles every call without the token, whatever its kind, and reads no message of it.
+# Handles every call without the token, whatever its kind, and reads none of its messages.
 _STRANGER: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(_turn_away)
 
 
 class RpcServer:
-    """Binds `host`:`port` (0: any free port) and serves what was added to it.
+    """Binds `host`:`port` (0: any free port) and serves the services that were added.
 
     `advertise_host` is the name that peers dial; it is needed when `host` is a wildcard.
     """
@@ -125,7 +125,7 @@ class RpcServer:
         self._add_unary(methods.DECODE_DESCRIBE, EMPTY, NODE_INFO, describe)
 
     def add_lender(self, lend: Lend) -> None:
-        """Serve what a decode node lends. Its listeners call this; the last call counts."""
+        """Serve the pages that a decode node lends. Each listener of the node calls this; the last call counts."""
         self._add_stream(methods.KV_FETCH, HANDOFF.decode, encode_push_request, lend)
 
     def add_registry(self, registry: Registry) -> None:
@@ -133,7 +133,7 @@ class RpcServer:
         self._add_unary(methods.REGISTRY_REGISTER, NODE_INFO, LEASE, registry.register)
 
     def add_stream(self, method: str, wire: str, handle: Callable[[Context], Awaitable[None]]) -> None:
-        """Serve the streams of one wire: calls that carry its name (`WIRE_KEY`). Its listener calls this."""
+        """Serve the streams of one wire: calls that carry its name (`WIRE_KEY`). The wire's listener calls this."""
         self._streams[method, wire] = handle
 
         # grpc.aio takes a two-argument coroutine function for a reader and writer of messages; the first is unused.

@@ -1,4 +1,4 @@
-"""Long work of an event loop, which is done in slices of time: others run in between."""
+"""Cuts long work of an event loop into slices of time, between which other tasks run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from time import perf_counter
 from typing import Final
 
 IDLE_S: Final = 0.0002
-"""A round of the event loop that is shorter has nothing to do for others."""
+"""A round of the event loop that is shorter, in seconds, had nothing to do for other tasks."""
 
 
 async def give_way(others_s: float) -> None:
-    """Let others run until they have nothing to do, or for `others_s` seconds."""
+    """Let other tasks run until they have nothing to do, or for `others_s` seconds."""
     until = perf_counter() + others_s
     while True:
         began = perf_counter()

@@ -49,13 +49,13 @@ _STATUS = {
 
 
 def internal(error: BaseException, where: str) -> HackkvError:
-    """Log an unexpected exception with its traceback. Returns an error for the peer, which names its type only."""
+    """Log an unexpected exception with its traceback. Returns an error for the peer that names only its type."""
     log.error("%s raised an unexpected %s", where, type(error).__name__, exc_info=error)
     return HackkvError(f"{where}: unexpected {type(error).__name__}, see the log of the node")
 
 
 async def answer(context: Context, data: bytes) -> None:
-    """Write one message to the caller. Raises `NodeLost` if it is gone."""
+    """Write one message to the caller. Raises `NodeLost` if the caller is gone."""
     try:
         await context.write(data)
     except grpc.aio.InternalError as exc:  # a write that was under way when the call ended
@@ -76,7 +76,7 @@ async def write_message(call: grpc.aio.StreamStreamCall[bytes, bytes], data: byt
 
 
 async def read_message(context: Context) -> bytes:
-    """The caller's next message. Raises `NodeLost` when it has gone or sends no more."""
+    """The caller's next message. Raises `NodeLost` when the caller has gone or sends no more."""
     try:
         data = await context.read()
     except asyncio.CancelledError:
@@ -139,7 +139,7 @@ def translating(address: str) -> Iterator[None]:
 
 
 def rebuild(exc: grpc.aio.AioRpcError, address: str) -> HackkvError:
-    """The error that the peer raised, or else an error that says how the call was lost."""
+    """The error that the peer raised; without one, an error that says how the call was lost."""
     trailing = cast(Iterable[tuple[str, str | bytes]], exc.trailing_metadata() or ())  # the stub misses `__iter__`
     for key, value in trailing:
         if key == FAILURE_KEY and isinstance(value, bytes):

@@ -1,8 +1,8 @@
-"""What a call is part of: the id of a request, and its place in a trace (W3C Trace Context).
+"""The request that a call works for: its id and its place in a trace (W3C Trace Context).
 
-Both travel with calls, and within a process in a context variable, which tasks inherit. So logs and spans
-of every process name the request that they are about. Spans themselves are made by `node.spans`, if anybody wants them;
-without that the trace of a client still goes along, for logs and for whoever else traces.
+Both travel in the metadata of calls and, within a process, in a context variable, which tasks inherit. So logs and
+spans of every process name their request. `node.spans` makes the spans, if tracing is configured. Without tracing, the
+client's trace context is passed on all the same, for logs and for other tracers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 Value = str | int | float | bool
-"""What an attribute of a span may be."""
+"""The types of a span's attributes."""
 
 TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
 REQUEST_ID: Final = "x-request-id"
 MAX_STATE: Final = 512
-"""Characters of a `tracestate` that is passed on; the standard asks for as many."""
+"""The most characters of a `tracestate` that is passed on; the standard asks for at least as many."""
 _PARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 _STATE: Final = re.compile(r"[ -~\t]+", re.ASCII)
 _SAMPLED: Final = 1
@@ -28,23 +28,23 @@ _SAMPLED: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span, as others refer to it: 32 and 16 hexadecimal digits."""
+    """A reference to a span. The ids have 32 and 16 hexadecimal digits."""
 
     trace_id: str
     span_id: str
     sampled: bool
-    """Whether its spans are recorded."""
+    """Whether the spans of the trace are recorded."""
     state: str = ""
-    """What other tracing systems want to be passed on, as it came."""
+    """The `tracestate` of other tracing systems, unchanged."""
 
     @property
     def traceparent(self) -> str:
-        """As a header has it."""
+        """The value of a `traceparent` header."""
         return f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}"
 
 
 def read_traceparent(parent: str, state: str = "") -> TraceContext | None:
-    """A `traceparent` header and the `tracestate` beside it; None if there is none, or none that can be understood."""
+    """Read a `traceparent` header and the `tracestate` beside it. Returns None if the header is empty or malformed."""
     found = _PARENT.fullmatch(parent.strip())
     if found is None:
         return None
@@ -56,19 +56,19 @@ def read_traceparent(parent: str, state: str = "") -> TraceContext | None:
 
 
 class TraceSpan(Protocol):
-    """A piece of a request's time, under way. Times are readings of `perf_counter`."""
+    """A span that is under way. Times are readings of `perf_counter`, in seconds."""
 
     @property
     def context(self) -> TraceContext | None:
-        """How others refer to it."""
+        """The reference to this span; None if there is no trace."""
         ...
 
     def child(self, name: str, start_s: float, attributes: Mapping[str, Value] | None = None) -> TraceSpan:
-        """Begin a part of it."""
+        """Begin a span within this one."""
         ...
 
     def end(self, end_s: float, attributes: Mapping[str, Value] | None = None, failure: str = "") -> None:
-        """End it; `failure` says what went wrong, if something did."""
+        """End the span; `failure` says what went wrong, "" if nothing did."""
         ...
 
 
@@ -79,16 +79,16 @@ class NoSpan:
     context: TraceContext | None = None
 
     def child(self, name: str, start_s: float, attributes: Mapping[str, Value] | None = None) -> TraceSpan:
-        """Itself."""
+        """Return this span."""
         return self
 
     def end(self, end_s: float, attributes: Mapping[str, Value] | None = None, failure: str = "") -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """What the present task works for."""
+    """The request and the span for which the present task works."""
 
     request_id: str = ""
     span: TraceSpan = NoSpan()
@@ -110,7 +110,7 @@ def outgoing() -> tuple[tuple[str, str], ...]:
 
 
 def incoming(metadata: Iterable[tuple[str, str | bytes]]) -> Trail:
-    """The trail that the metadata of a call tells of."""
+    """The trail in the metadata of a call."""
     told = {key: value for key, value in metadata if isinstance(value, str)}
     context = read_traceparent(told.get(TRACEPARENT, ""), told.get(TRACESTATE, ""))
     return Trail(told.get(REQUEST_ID, ""), NoSpan(context))

@@ -1,11 +1,10 @@
-"""Many calls on one stream of gRPC, as their caller sees them.
+"""Many calls on one stream of gRPC: the caller's side.
 
-Calls of gRPC cost much processor time, and so does each of their messages, however little is in it. So all calls of one
-method to one node share a stream, a *trunk*, and what comes together travels in one message.
+Each call of gRPC costs much processor time, and so does each message, however small. So all calls of one method to one
+node share a stream, a *trunk*, and items that come together travel in one message.
 
 A task that is cancelled while it awaits grpc.aio's `read` leaks a message that arrives in that moment. So the memory of
-a router whose clients leave would grow (`python -m bench.soak endurance`). Here a task that nobody cancels does the
-reading.
+a router whose clients leave would grow (`python -m bench.soak endurance`). Here a task that is never cancelled reads.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from transport.trail import outgoing
 
 Stream = grpc.aio.StreamStreamCall[bytes, bytes]
 Body = bytes | HackkvError | None
-"""An event of a call, why the call failed, or its end."""
+"""An event of a call, the error with which it failed, or None: its end."""
 SLICE_S: Final = 0.002
-"""For so long answers are handed out before others run."""
+"""Seconds for which answers are handed out before other tasks run."""
 JobT = TypeVar("JobT")
 EventT = TypeVar("EventT")
 
@@ -67,7 +66,7 @@ class Trunk:
         await asyncio.wait([self._reader])
 
     async def _read(self) -> None:
-        """Hand answers out until the stream is over, and then say so to every call."""
+        """Hand answers out until the stream is over, then give every call the error that ended it."""
         error: HackkvError = NodeLost(f"{self._address}: the connection was closed")
         try:
             with translating(self._address):
@@ -84,7 +83,7 @@ class Trunk:
         self._takers.clear()
 
     async def _hand_out(self, data: bytes) -> None:
-        """Hand answers out, and let others run in between: callers may do with each what takes long together."""
+        """Hand out the answers of a message in slices of time: the callers' work on all of them may take long."""
         until = perf_counter() + SLICE_S
         for answer in ANSWERS.decode(data):
             if perf_counter() >= until:
@@ -99,9 +98,9 @@ class Trunk:
 
 
 class TrunkCall(Generic[JobT, EventT]):
-    """One call: an iterator over its events, which begins the call when it is first asked. `aclose` ends it.
+    """One call: an iterator over its events. The first `__anext__` begins the call; `aclose` ends it.
 
-    Raises what the node raised, or `NodeLost`.
+    Raises the node's errors, or `NodeLost`.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class TrunkCall(Generic[JobT, EventT]):
         jobs: MessageCoder[JobT, Any],
         events: MessageCoder[EventT, Any],
     ) -> None:
-        """`trunk` opens the stream, or finds it open."""
+        """`trunk` returns the stream, and opens it if necessary."""
         self._open, self._job, self._jobs, self._events = trunk, job, jobs, events
         self._trunk: Trunk | None = None
         self._number = 0
@@ -123,7 +122,7 @@ class TrunkCall(Generic[JobT, EventT]):
         return self
 
     async def __anext__(self) -> EventT:
-        """The next event. As with a generator, whatever goes wrong meanwhile ends the call."""
+        """The next event. As with a generator, any error ends the call."""
         if self._over:
             raise StopAsyncIteration
         try:
@@ -139,7 +138,7 @@ class TrunkCall(Generic[JobT, EventT]):
         raise body
 
     async def aclose(self) -> None:
-        """End the call at the node; more calls do nothing."""
+        """End the call at the node. Closing twice is fine."""
         self._over = True
         self._arrived.clear()
         if self._trunk is not None:

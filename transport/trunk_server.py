@@ -1,4 +1,4 @@
-"""Many calls on one stream of gRPC, as the node sees them that serves them (`transport.trunk`)."""
+"""Many calls on one stream of gRPC: the node's side (`transport.trunk` is the caller's)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ JobT = TypeVar("JobT")
 EventT = TypeVar("EventT")
 
 MOST_CALLS: Final = 1 << 16
-"""Under way on one stream."""
+"""The most calls under way on one stream."""
 LAST_MESSAGE_S: Final = 1.0
-"""For a message that is being sent when the stream ends."""
+"""Seconds for a message that is being sent when the stream ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[JobT, EventT]):
-    """What is called."""
+    """A method whose calls share a stream."""
 
     path: str
     jobs: MessageCoder[JobT, Any]
     events: MessageCoder[Any, Any]
     serve: Callable[[JobT], AsyncIterator[EventT]]
     parts: Callable[[EventT], Iterable[Any]] = lambda event: (event,)
-    """What is sent for an event, one after another, and encoded by `events`."""
+    """The parts that are sent for an event, in order. `events` encodes each."""
 
 
 class Calls(Generic[JobT, EventT]):
@@ -46,7 +46,7 @@ class Calls(Generic[JobT, EventT]):
         self._under_way: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Serve until the caller ends the stream. Then every call is over, and its generator closed.
+        """Serve until the caller ends the stream. On return every call is over and its generator closed.
 
         Raises `TransferError` if the caller breaks the protocol.
         """
@@ -59,7 +59,8 @@ class Calls(Generic[JobT, EventT]):
         finally:
             if self._under_way:
                 await reap(*self._under_way.values())
-            # gRPC cannot end a stream in the middle of a message; whoever takes nothing gets no better end.
+            # gRPC cannot end a stream in the middle of a message. So that message gets time, and is lost if the caller
+            # does not read it within `LAST_MESSAGE_S`.
             self._answers.end()
             await asyncio.wait([sending], timeout=LAST_MESSAGE_S)
             await reap(sending)

@@ -23,7 +23,7 @@ from hackkv.errors import ConfigError
 TOKEN_KEY = "hackkv-token"
 MIN_TOKEN_CHARS = 16
 MAX_FILE_BYTES = 1 << 20
-"""Larger than any token, key or chain of certificates."""
+"""The largest file that is read: more than any token, key or chain of certificates takes."""
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -36,7 +36,7 @@ class Tls:
     certificate: bytes
     key: bytes
     server_name: str = ""
-    """The name that peers' certificates carry, where it is not the one that is dialled."""
+    """The name in peers' certificates, if it differs from the host that is dialled."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -52,7 +52,7 @@ class Trust:
         return ((TOKEN_KEY, self.token),) if self.token else ()
 
     def knows(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether a call shows the token; compared in constant time. TLS has checked the certificate before."""
+        """Whether a call shows the token, compared in constant time. TLS has checked the certificate before."""
         if not self.token:
             return True
         shown = next((value for key, value in metadata if key == TOKEN_KEY), "")
@@ -110,7 +110,7 @@ def load_trust(config: InternalConfig, host: str) -> Trust:
 
 
 def _check_pair(config: TlsConfig) -> None:
-    """Load the files with OpenSSL, which says which one is wrong. gRPC only says that a handshake failed."""
+    """Load the files with OpenSSL to learn which one is wrong. gRPC would only say that a handshake failed."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_verify_locations(config.authority)

@@ -1,4 +1,4 @@
-"""The table of wires. Settings, tests and measurements choose from it by name, so a new wire is a module and a row.
+"""The table of wires. Settings, tests and measurements choose a wire by name, so a new wire is a module and a row.
 
 A wire moves the KV of one request from a prefill node to a decode node. Both ends live in processes that already have a
 control port. A `Site` holds what a process gives to its ends. A decode node announces an address for each of its wires.
@@ -33,34 +33,34 @@ class Site:
     """What a process gives to the ends of its wires. The server's owner closes it."""
 
     server: RpcServer
-    """The port of its control calls. An end may add calls of its own, and starts the server if it is not started."""
+    """The server of control calls. An end of a wire may add calls of its own, and starts the server if necessary."""
     trust: Trust = EVERYBODY
     frame_timeout_s: float = FRAME_TIMEOUT_S
-    """How long a receiver waits for the next frame."""
+    """Seconds that a receiver waits for the next frame."""
     network: InprocNetwork = field(default_factory=InprocNetwork)
-    """Where ends within one process meet."""
+    """The network on which ends within one process meet."""
     xxh3_64: Checksums = on_host
-    """Checks payloads that arrive on the device on which the process computes."""
+    """Checks payloads that arrive on the compute device of the process."""
     links: Callable[[LinkKind], LinkKind] = lambda kind: kind
-    """What becomes of a kind of link before it is used: plans of faults wrap it."""
+    """Applied to each kind of link before it is used: fault plans wrap it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How both ends of one wire are made. Their owner closes them."""
+    """The constructors of both ends of one wire. The owner of an end closes it."""
 
     sender: Callable[[Site], KvSender]
     listener: Callable[[Site], KvListener]
     leaves_process: bool = True
     """Whether the ends may be in two processes."""
     guarded: bool = True
-    """Whether all of it passes the port that `Trust` guards. Sockets of links know nothing of tokens and TLS."""
+    """Whether all traffic passes the port that `Trust` guards. Sockets of links have neither token nor TLS."""
     check: Callable[[], object] = lambda: None
-    """Raises `ConfigError` in one line where this machine cannot use it."""
+    """Raises a `ConfigError` of one line if this machine cannot use the wire."""
 
 
 def linked(kind: Callable[[Checksums], LinkKind]) -> Wire:
-    """A wire whose payloads travel over a link of that kind."""
+    """A wire whose payloads travel over links of the kind that `kind` returns."""
 
     def lent(site: Site) -> LinkKind:
         return site.links(kind(site.xxh3_64))
@@ -99,9 +99,9 @@ def check_wires(names: Sequence[str]) -> None:
 
 
 def check_machine(names: Sequence[str], host: str, config: InternalConfig) -> None:
-    """Raise `ConfigError` if this machine cannot use a wire of `names`, or must not between the machines of a cluster.
+    """Raise `ConfigError` if this machine cannot use a wire of `names`, or if the wire is too open for `host`.
 
-    `host` is where the process listens for peers, and `config` who may reach it there.
+    `host` is where the process listens for peers. Without `config.open`, only a guarded wire may leave the machine.
     """
     for name in names:
         WIRES[name].check()
@@ -118,14 +118,14 @@ def open_senders(names: Iterable[str], site: Site) -> Senders:
 
 
 class Senders:
-    """A `KvSender` over several wires; the address says which: `grpc://host:port`."""
+    """A `KvSender` over several wires. The address names the wire: `grpc://host:port`."""
 
     def __init__(self, by_wire: Mapping[str, KvSender]) -> None:
         self._by_wire = by_wire
 
     @property
     def wires(self) -> tuple[WireAddress, ...]:
-        """What a node that only sends announces: its wires, without addresses."""
+        """The wires that a sending node announces, without addresses."""
         return tuple(WireAddress(name, "") for name in self._by_wire)
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
@@ -190,7 +190,7 @@ class Loopback:
         return self._wire.listener(self._site())
 
     async def close(self) -> None:
-        """Close the servers; senders and listeners are closed by their owner, before."""
+        """Close the servers. The owner of senders and listeners closes them before."""
         while self._servers:
             await self._servers.pop().close()
 

@@ -1,4 +1,4 @@
-"""docker-compose.yml as a test drives it: whichever Compose there is, a project and ports of its own."""
+"""Drives docker-compose.yml for tests, with the installed Compose and a project and ports of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _command() -> tuple[str, ...]:
 
 
 def run(*command: str, env: Mapping[str, str] | None = None, timeout_s: float = COMMAND_S) -> str:
-    """Run a command in the repository; its standard output. Fails with all that it said."""
+    """Run a command in the repository; return its standard output. Fails with everything that it printed."""
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -49,28 +49,28 @@ class Compose:
         self.project = project
 
     def __call__(self, *arguments: str, **settings: str) -> str:
-        """Run Compose with some settings more; its output."""
+        """Run Compose with additional settings; return its output."""
         return run(*self._command, *arguments, env={**self._settings, **settings})
 
     def container(self, service: str) -> dict[str, Any]:
-        """What Docker says of a service's container."""
+        """Docker's description of a service's container."""
         found = run("docker", "ps", "-aq", *self._filter(), "-f", f"label=com.docker.compose.service={service}").split()
         assert len(found) == 1, f"{service}: {found}"
         inspected: list[dict[str, Any]] = json.loads(run("docker", "inspect", found[0]))
         return inspected[0]
 
     def services(self) -> set[str]:
-        """Services with a container that runs."""
+        """The services whose containers run."""
         label = '{{.Label "com.docker.compose.service"}}'
         return set(run("docker", "ps", *self._filter(), "--format", label).split())
 
     def health(self, service: str) -> str:
-        """ "healthy", "starting", ..."""
+        """The state of a service's health check: "healthy", "starting", ..."""
         status: str = self.container(service)["State"]["Health"]["Status"]
         return status
 
     def crash(self, service: str) -> None:
-        """End a service's main process as a fault would, not as `docker kill` does, which forbids a restart."""
+        """End a service's main process as a fault would. `docker kill` would forbid a restart."""
         os.kill(self.container(service)["State"]["Pid"], signal.SIGKILL)
 
     def _filter(self) -> tuple[str, str]:

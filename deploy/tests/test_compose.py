@@ -1,6 +1,6 @@
-"""`docker compose up` on a real Docker engine: it comes up, serves, is watched, and survives the loss of nodes.
+"""`docker compose up` on a real Docker engine: the cluster starts, serves, is monitored, and survives lost nodes.
 
-Run by `make compose-test`. Grafana is left out: it comes from an image registry, and this builds without one.
+`make compose-test` runs this file. Grafana is left out: it comes from an image registry, and these builds use none.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ RECOVERED_S = 60.0
 RECORDED_S = 60.0
 PROMPT = "def read_lines(path):\n    " + "# one more line of a prompt that fills pages\n    " * 20
 BURST_BITS = 8 * 65536
-"""What a link lets through at once (deploy/link.sh)."""
+"""Bits that a link passes at once (deploy/link.sh)."""
 BEFORE_TOKEN0 = ("router_queue", "prefill_queue", "prefill", "stream")
-"""Stages that hold the time until token 0; `stream` holds what brings tokens to the client as well."""
+"""Stages that contain the time until token 0. `stream` also contains the time of tokens on their way to the client."""
 LONG_PROMPT = "".join(f"value_{i} = {i * i}\n" for i in range(150))
 
 
@@ -62,7 +62,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Build, up, healthy; down at the end, whatever happened."""
+    """Build and start the project and wait until it is healthy. At the end take it down, whatever happened."""
     http, prometheus = free_port(), free_port()
     settings = {
         "HACKKV_PORT": str(http),
@@ -162,7 +162,7 @@ def test_a_node_that_crashes_under_load_is_replaced(cluster: Cluster, service: s
     used, number = f"{role}_node", count()
 
     def is_chosen() -> bool:
-        """A prompt that no node holds, so that those that hold one do not draw it to themselves."""
+        """Whether a prompt goes to the service. No node has its pages, so none attracts it."""
         return bool(cluster.api.complete(f"{next(number)} {PROMPT}")["hackkv"][used] == service)
 
     until(is_chosen, RECOVERED_S, f"{service} serves again")
@@ -176,10 +176,10 @@ def test_a_throttled_link_takes_the_time_that_its_rate_asks_for(cluster: Cluster
     try:
         for link in links:
             until(lambda link=link: "2Mbit" in cluster.compose("logs", link), RECOVERED_S, f"{link} shapes")  # type: ignore[misc]
-        # Twice as many as there are links: what one has in flight must not make the rest look dead.
+        # Twice as many requests as links: the bytes that one has in flight must not make others look dead.
         with ThreadPoolExecutor() as clients:
             answers = list(clients.map(cluster.api.complete, [LONG_PROMPT] * 2 * len(links)))
-        # By now the pages are in the prefill nodes' pools: little is left to compute, so nearly all is the link's time.
+        # By now the pages are in the prefill nodes' pools. Little is left to compute: most of the time is the link's.
         answer = cluster.api.complete(LONG_PROMPT)
     finally:
         cluster.compose("--profile", "throttle", "rm", "--stop", "--force", *links)
@@ -188,7 +188,7 @@ def test_a_throttled_link_takes_the_time_that_its_rate_asks_for(cluster: Cluster
     sent_bits = 8 * (sum(report["kv"]["bytes_by_plane"].values()) + report["kv"]["header_bytes"])
     carried_after_s = (sent_bits - BURST_BITS) / bits_per_s
     assert report["total_s"] > carried_after_s
-    # Whatever prefill takes: until token 0 a link carries no more than its rate allows, and the rest is transfer.
+    # However long prefill takes, a link carries no more until token 0 than its rate allows. The rest is transfer.
     before_token0_s = sum(report["stages"][stage] for stage in BEFORE_TOKEN0)
     print(f"link {carried_after_s:.1f} s, until token 0 {before_token0_s:.1f} s, {report}")
     assert report["stages"]["transfer"] > carried_after_s - before_token0_s
@@ -215,7 +215,7 @@ def test_with_mutual_tls_every_health_check_passes(cluster: Cluster, tmp_path: P
 
 
 def tls_config(folder: Path) -> Path:
-    """deploy/config with certificates beside the files, as docs/deploy.md tells to make it."""
+    """Write deploy/config with certificates beside the files, as docs/deploy.md describes."""
     authority = trustme.CA()
     issued = authority.issue_cert("hackkv")
     authority.cert_pem.write_to_path(str(folder / "authority.pem"))
@@ -226,5 +226,5 @@ def tls_config(folder: Path) -> Path:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         config["internal"]["tls"] = {**tls, "server_name": "hackkv"}
         (folder / path.name).write_text(yaml.safe_dump(config), encoding="utf-8")
-    folder.chmod(0o755)  # pytest's folders are their owner's only, and containers run as somebody else
+    folder.chmod(0o755)  # only their owner can read pytest's folders, and containers run as another user
     return folder

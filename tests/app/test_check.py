@@ -1,4 +1,4 @@
-"""How long a cluster waits for the check of a model, on a clock that jumps: as long as the check says something."""
+"""A cluster waits for the check of a model as long as the check keeps reporting. The clock of these tests jumps."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ WORDS = (
 
 
 class Check:
-    """The check's process, as far as the cluster sees it: says `WORDS`, each after its pause in seconds."""
+    """A stand-in for the check's process. It says `WORDS`, each after its pause in seconds."""
 
     def __init__(self, pauses: Sequence[float]) -> None:
         self.stdout, self.ended = asyncio.StreamReader(), False
         self._pauses, self._at = pauses, 0
 
     def order(self, arguments: Sequence[str]) -> None:
-        """Begins."""
+        """Begin the check."""
         self._say_later()
 
     async def end(self) -> None:
-        """Says nothing more."""
+        """End the check: it says nothing more."""
         self.ended = True
 
     def _say_later(self) -> None:
@@ -58,12 +58,12 @@ class Forks:
         self.loading = 0
 
     async def fork(self, role: str, name: str) -> Check:
-        """Starts it."""
+        """Start the check."""
         assert role == "check"
         return self._check
 
     async def load(self, model: dict[str, Any], codec: dict[str, Any]) -> None:
-        """Loads what nodes share."""
+        """Load the model that nodes share."""
         self.loading += 1
         try:
             await asyncio.sleep(self._load_s)
@@ -72,7 +72,7 @@ class Forks:
 
 
 async def outcome(folder: Path, pauses: Sequence[float], load_s: float = 1.0) -> tuple[Checked | NodeLost, float]:
-    """What the cluster makes of a check, and after how many seconds; nothing of it is left behind."""
+    """The cluster's result of a check, and the seconds that it took. Asserts that nothing is left behind."""
     check, said = Check(pauses), list[str]()
     forks = Forks(check, load_s)
     cluster = LocalCluster(ClusterPlan({}, {}), folder, said.append)
@@ -98,7 +98,7 @@ def test_a_check_that_goes_on_saying_something_may_take_any_time(tmp_path: Path)
 
 @pytest.mark.parametrize("heard", range(len(WORDS)))
 def test_a_check_that_falls_silent_is_given_up(tmp_path: Path, heard: int) -> None:
-    """After any number of its words, counted from the last of them."""
+    """The cluster gives up `START_S` after the last word, however many words came before."""
     pauses = [START_S / 2] * heard + [START_S + 1] * (len(WORDS) - heard)
     error, took = on_a_virtual_clock(outcome(tmp_path, pauses))
     assert str(error) == "the model was not checked in time"
@@ -106,7 +106,7 @@ def test_a_check_that_falls_silent_is_given_up(tmp_path: Path, heard: int) -> No
 
 
 def test_a_model_that_is_not_loaded_in_time_is_given_up(tmp_path: Path) -> None:
-    """The check has said its last word by then."""
+    """The timeout of loading starts after the check's last word."""
     error, took = on_a_virtual_clock(outcome(tmp_path, [1.0] * len(WORDS), load_s=10 * START_S))
     assert str(error) == "the model was not checked in time"
     assert took == pytest.approx(len(WORDS) + START_S)

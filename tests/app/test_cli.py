@@ -1,4 +1,4 @@
-"""How commands start, wherever they are typed, and end: by a signal as by Ctrl-C, and by none that is switched off."""
+"""Commands start in any folder. Signals end them as Ctrl-C does, unless a signal is ignored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 240.0
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """As in a terminal, also where the tests run under nohup. The test runner's own handlers come back."""
+    """Set signal handlers as in a terminal, even if the tests run under nohup. Afterwards restores the runner's."""
     before = {signum: signal.getsignal(signum) for signum in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield

@@ -1,4 +1,4 @@
-"""What is loaded to serve, what a fork server holds when it forks, and how a start ends that Ctrl-C breaks off."""
+"""Modules that a start loads, state that a fork server passes on, and starts that Ctrl-C interrupts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IMPORTS = {
         (*(name for name in HEAVY if name != "torch"), "opentelemetry.sdk", "opentelemetry.exporter"),
     ),
 }
-"""Who -> code, and what it must not load."""
+"""Name of a case -> code, and modules that the code must not load."""
 
 
 @pytest.mark.parametrize(("code", "unwanted"), IMPORTS.values(), ids=IMPORTS)
@@ -42,7 +42,7 @@ def test_nothing_is_loaded_that_is_not_needed(code: str, unwanted: tuple[str, ..
 
 
 async def test_the_fork_server_has_one_thread_when_nodes_are_forked(tmp_path: Path) -> None:
-    """With a model loaded: what has threads of its own does not survive a fork."""
+    """The model is loaded before. A fork would lose threads, so there may be none."""
     with adopting():
         server = await ForkServerClient.start()
         try:
@@ -94,7 +94,7 @@ asyncio.run(main(fork_server()))
 
 
 def test_a_command_that_forks_its_fork_server_leaves_it_nothing_but_what_is_imported() -> None:
-    """No signal, no file and no thread of the command. All that is forked ends with it."""
+    """The fork server inherits no signal handler, file or thread of the command. Every fork ends with the command."""
     with subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as command:
         try:
             assert command.stdout is not None
@@ -106,7 +106,7 @@ def test_a_command_that_forks_its_fork_server_leaves_it_nothing_but_what_is_impo
                 assert os.getsid(process.pid) == forkserver.pid, "Ctrl-C reaches the command alone"
                 assert not signals(process.pid, "SigBlk") & set(SIGNALS)
                 assert signals(process.pid, "SigCgt") & set(SIGNALS) == {signal.SIGINT}, "as Python has it"
-            ignored = signals(ours.pid, "SigIgn") & {signal.SIGHUP}  # it is, if nohup began all this
+            ignored = signals(ours.pid, "SigIgn") & {signal.SIGHUP}  # SIGHUP is ignored if the tests run under nohup
             assert signals(ours.pid, "SigCgt") >= set(SIGNALS) - ignored
             assert {os.readlink(f"/proc/{forkserver.pid}/fd/{fd}") for fd in range(2)} == {os.devnull}
             assert forkserver.num_fds() == 4, "the standard streams and its socket"
@@ -123,7 +123,7 @@ def signals(pid: int, kind: str) -> set[int]:
 
 
 def named(child: Child) -> set[str]:
-    """The processes of a command, by name; those that end meanwhile are left out."""
+    """The names of a command's processes. Processes that end meanwhile are left out."""
     names = set()
     for process in family(child)[1:]:
         try:
@@ -134,7 +134,7 @@ def named(child: Child) -> set[str]:
 
 
 def listens(child: Child) -> bool:
-    """Whether the command has handlers of its own. Python has one for SIGINT from the first, and none for SIGTERM."""
+    """Whether the command has set its handlers. Python itself sets one for SIGINT at once, but none for SIGTERM."""
     return signal.SIGTERM in signals(child.process.pid, "SigCgt")
 
 
@@ -148,7 +148,7 @@ MILESTONES: dict[str, Callable[[Child], bool]] = {
     "a node is ready": lambda child: "prefill-0 ready" in child.err,
     "it serves": lambda child: "curl" in child.out,
 }
-"""Moments of a start, in their order."""
+"""Moments of a start, in order: name -> whether the start has reached it."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""docs/codecs.md says what was measured, and of the rest which command measures it."""
+"""docs/codecs.md shows what was measured, and names the command for the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WANTED = Wanted([ROWS["hack"], ROWS["fp8"]], ("1gbit", "none"), ("1k",), request
 
 
 def result(jct_ms: float) -> Result:
-    """As `hackkv bench serve` and a cell write it."""
+    """A result, as `hackkv bench serve` and a cell write it."""
     return {
         "mean_e2el_ms": jct_ms,
         "std_e2el_ms": 0.0,

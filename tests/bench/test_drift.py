@@ -1,4 +1,4 @@
-"""`bench.drift` on a tiny model through a cluster of real processes, and what it takes for drift."""
+"""`bench.drift` on a tiny model through a cluster of real processes, and its definition of drift."""
 
 from __future__ import annotations
 

@@ -34,5 +34,5 @@ def test_a_profile_is_measured_and_simulated(tmp_path: Path) -> None:
 
 
 def test_passes_are_timed_on_both_sides_of_where_the_library_takes_over() -> None:
-    """Between 255 and 256 rows a pass of packed weights becomes half as long."""
+    """A pass of packed weights takes half the time with 256 rows as with 255."""
     assert {side for rows in ROWS for side in (rows - 1, rows) if side > TOKENS[0]} <= set(TOKENS)

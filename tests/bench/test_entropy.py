@@ -1,4 +1,4 @@
-"""What `bench.entropy` counts: entropies that are known, deltas that nothing is lost by, bytes as frames have them."""
+"""`bench.entropy` on known cases: entropies, lossless deltas, and bytes as in frames."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGES, HEADS, DIM = FRAME_PAGES + 1, 2, 32
 
 
 def rows() -> torch.Tensor:
-    """[pages, Hkv, Π, D] FP16 whose channels have means of their own, as keys have."""
+    """Rows [pages, Hkv, Π, D] FP16 with a different mean in each channel, like keys."""
     draw = torch.Generator().manual_seed(1)
     return (torch.randn(PAGES, HEADS, PAGE, DIM, generator=draw) + 3 * torch.randn(DIM, generator=draw)).half()
 
@@ -59,7 +59,7 @@ def test_deltas_of_codes_lose_nothing(name: str, layer: int) -> None:
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_table_for_each_channel_takes_no_more_than_one_for_all(kind: str, name: str) -> None:
-    """And fewer bits than codes have; the error is that of few bins."""
+    """Both take fewer bits than the codes have. The error is that of few bins."""
     channel, layer, wire, in_order, error = measured(KINDS[kind], name, 20, rows())
     assert 0 < channel <= layer < 8
     assert 0 < wire < 8

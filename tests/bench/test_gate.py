@@ -26,7 +26,7 @@ LIVE: tuple[dict[str, tuple[float, ...]], ...] = (
     {JCT: (1.50, 1.90, 1.61, 2.01), "prefill": (0.12, 0.28, 0.15, 0.32), "decode": (1.34, 1.58, 1.42, 1.65)},
     {JCT: (9.50, 9.90, 9.61, 9.01), "prefill": (5.12, 5.28, 5.15, 5.32), "decode": (4.34, 4.58, 4.42, 3.65)},
 )
-"""The last repeat met another program; of three the median counts."""
+"""Three repeats, of which the median counts. Another program disturbed the last one."""
 
 
 def simulated(prefill: float = 1.0, decode: float = 1.0) -> dict[str, list[float]]:
@@ -42,7 +42,7 @@ def simulated(prefill: float = 1.0, decode: float = 1.0) -> dict[str, list[float
     [
         ({}, set()),
         ({"prefill": 1.1, "decode": 0.9}, set()),
-        # 30% of 0.22 s is 4% of the JCT: more than the machine's mood.
+        # 30% of 0.22 s is 4% of the JCT: more than the noise of the machine.
         ({"prefill": 1.3}, {("mean", "prefill"), ("p90", "prefill")}),
         ({"decode": 1.2}, {("mean", "decode")}),
         ({"decode": 1.4}, {("mean", "decode"), ("mean", JCT), ("p90", "decode"), ("p90", JCT)}),
@@ -91,8 +91,8 @@ def test_capacity_is_that_of_the_slower_role() -> None:
 
 
 def one_at_a_time(prompt: int, tokens: int, requests: int = 3, batch: int = 1) -> Phase:
-    """Requests whose work is known. Router and client: 20 ms each, 10 us a token of the prompt, 4 ms a step and 3 ms a
-    token; nodes: 30 ms each and 2 us a byte, beside passes and steps."""
+    """Requests with known costs. Router and client take 20 ms per request, 10 us per prompt token, 4 ms per step and
+    3 ms per token. Nodes take 30 ms per request and 2 us per byte, in addition to passes and steps."""
     sizes = ((0.0, prompt, tokens),) * requests
     kv_bytes = SIZES.footprint.wire_bytes(prompt)
     stages = dict.fromkeys(map(str, Stage), (0.0,) * requests)
@@ -149,7 +149,7 @@ def recording(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("cores", [2.0, 1.6])
 def test_what_a_pass_takes_from_a_step_beside_it_is_found(tmp_path: Path, cores: float) -> None:
-    """A machine of 1.6 cores' worth is known by the steps of an answer beside which prompts are computed."""
+    """The number of cores is found from the steps of an answer beside which prompts are computed."""
     known = read_recording(recording(tmp_path))
     spec = spec_of_record(known, tmp_path / "known.json")
     assert spec.host is not None
@@ -177,7 +177,7 @@ def test_a_record_is_judged_without_a_cluster(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("sequence_s", [0.0, 0.01, 0.02])
 def test_each_sequence_more_takes_what_makes_a_batch_as_long_as_it_was(tmp_path: Path, sequence_s: float) -> None:
-    """The batches are the simulator's own, of steps of which that is known."""
+    """The batches are simulated, with a known cost of a sequence in a step."""
     of, profile = read_recording(recording(tmp_path)), tmp_path / "profile.json"
     spec = spec_of_record(of, profile)
     known = Around.of(of.alone, of.idle).model_copy(update={"sequence_s": sequence_s}).profile(of.alone)
@@ -195,7 +195,7 @@ RECORDED = sorted((Path(__file__).parents[2] / "docs" / "gate").glob("*.json"))
 @pytest.mark.slow
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
 def test_the_page_says_what_the_simulator_makes_of_its_records(file: Path) -> None:
-    """A change of the simulator is a change of `docs/plan.md`, by the command that it names."""
+    """If this fails after a change of the simulator, renew `docs/plan.md` by the command that the page names."""
     of = read_recording(file)
     said = read_section(file.parents[1], f"gate-{of.model or 'hackkv-small'}-{of.codec}", "plan")
     for judged, load in zip(judge(of), said["loads"], strict=True):
@@ -207,7 +207,7 @@ def test_the_page_says_what_the_simulator_makes_of_its_records(file: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
 def test_fewer_cores_would_explain_what_is_off_where_weights_come_from_memory(file: Path) -> None:
-    """As `docs/plan.md` says, by the command that it names."""
+    """The statement of `docs/plan.md` holds for the command that the page names."""
     assert main(["--recorded", str(file), "--cores", "1.7"]) == (0 if file.stem.startswith("smollm2") else 1)
 
 
@@ -228,11 +228,11 @@ UNTIL_TOKEN_0 = ("router_queue", "prefill_queue", "prefill")
 @pytest.mark.slow  # starts a cluster of processes
 @pytest.mark.alone  # an event that the router reads late moves time from decode to `stream`
 async def test_real_processes_take_no_less_than_the_simulator_says(tmp_path: Path) -> None:
-    """Naps never end early. So single requests spend at least the simulated time in both roles, and in what follows
-    token 0; and all their stages are there.
+    """Naps never end early. So single requests spend at least the simulated time in both roles and after token 0. All
+    their stages are present.
 
-    A router that reads token 0 late opens its next window late, and decode has begun. What it cuts off decode then
-    (`StageClock`) stands in `stream`, and decode has a millisecond for it.
+    A router that reads token 0 late opens its next window late, when decode has begun. `StageClock` then counts the
+    begin of decode as `stream`. The test allows a millisecond of decode for this.
     """
     steps = Grid(rows=(1, 4), columns=(64, 512), seconds=((0.004, 0.006), (0.005, 0.007)))
     passes = Grid(rows=(64, 512), columns=(0, 512), seconds=((0.02, 0.03), (0.1, 0.15)))

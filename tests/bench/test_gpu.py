@@ -1,4 +1,4 @@
-"""bench.gpu on tiny shapes, interpreted where there is no GPU, and from a checkout that has installed nothing."""
+"""bench.gpu on tiny shapes, interpreted if there is no GPU, and from a checkout without installed packages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hackkv.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("", ", eager", ", attention", ", pages fill", ", ahead")
-"""What is timed of a codec's step."""
+"""The timed parts of a codec's step."""
 TIMEOUT_S = 900
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
@@ -86,7 +86,7 @@ def test_what_is_timed_is_run(cold: bool) -> None:
 
 @pytest.mark.slow
 def test_the_engine_needs_no_wheel_that_the_bench_does_not_name() -> None:
-    """It is imported where all else that hackkv asks for is missing."""
+    """The engine can be imported without the other requirements of hackkv."""
     here = needed_by(*WHEELS, "torch", "triton", "numpy")
     missing = needed_by("hackkv") - here - {"hackkv"}
     modules = [module for module, owners in packages_distributions().items() if {*map(normal, owners)} <= missing]
@@ -97,12 +97,12 @@ def test_the_engine_needs_no_wheel_that_the_bench_does_not_name() -> None:
 
 
 def normal(name: str) -> str:
-    """A package has several spellings."""
+    """The normal form of a package name, which has several spellings."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needed_by(*names: str) -> set[str]:
-    """Packages with those that they need, without extras."""
+    """The packages `names` and all that they need, without extras."""
     found, waiting = set[str](), list(names)
     while waiting:
         name = normal(waiting.pop())
@@ -116,7 +116,7 @@ def needed_by(*names: str) -> set[str]:
 
 @pytest.mark.slow
 def test_a_seed_repeats_the_inputs_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever process and after whatever task."""
+    """The inputs do not depend on the process or on earlier tasks."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
     seeded = Results({}, Path(), seed=3).seeded([Task("a", drawn), Task("b", drawn), Task("a", drawn)])
     first, other, again = (answer.result for answer in answers(seeded, 1, math.inf))
@@ -125,7 +125,7 @@ def test_a_seed_repeats_the_inputs_of_a_task(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_process_that_dies_or_never_ends_is_a_failure_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits are none and nothing at all, so that no machine is too slow or too fast for this."""
+    """Time limits are infinite or 0, so that the result does not depend on the machine's speed."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
     answered, died = answers([Task("page", page_tokens), Task("death", die)], 1, math.inf)
     assert answered == Answer("page", 64)

@@ -1,4 +1,4 @@
-"""Links are what they are called, and the page says what the numbers say."""
+"""Links have the rates of their names, and the page agrees with the numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUESTS = 10
 
 
 def result(jct_ms: float, kv_bytes: float) -> dict[str, Any]:
-    """Stages of equal length, and so many bytes a request."""
+    """A result with stages of equal length and `kv_bytes` bytes per request."""
     times = {f"{kind}_{metric}_ms": jct_ms for kind in ("mean", "median", "p99") for metric in ("e2el", "ttft")}
     stage = dict.fromkeys(("mean", "median", "p99"), jct_ms / len(Stage))
     return {

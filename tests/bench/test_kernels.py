@@ -1,4 +1,4 @@
-"""The table of the CPU kernels on any processor: a rival that is not there is named, and no row is lost."""
+"""The table of the CPU kernels on any CPU: a missing rival is named, and no row is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong arguments are named before a model is made, and ablations are compared with what they cut from."""
+"""Wrong arguments are named before a model is made. Ablations are compared with the system that they reduce."""
 
 from __future__ import annotations
 

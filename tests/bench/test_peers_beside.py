@@ -1,4 +1,4 @@
-"""Systems as processes: what is left to do, what the section says, and who is named when absent."""
+"""Peers as processes: the remaining work, the section of the page, and the names of absent peers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LENGTHS = (512, 4096)
 
 
 def alone(*seconds: float) -> Result:
-    """Prefills of so many seconds, decode of as many milliseconds a token."""
+    """A result whose prefills take `seconds`, and whose decode takes as many milliseconds per token."""
     return Result("1.0", [Answer(each, each * 63 / 1e3) for each in seconds])
 
 
@@ -88,7 +88,7 @@ def test_a_record_goes_on_only_for_the_same_setting() -> None:
 
 
 def test_ratios_are_to_the_fastest_peer_in_each_respect() -> None:
-    """Decode is compared at equal bits, so the fastest peer there is another."""
+    """Decode is compared at equal bits, so another peer is the fastest one there."""
     record = measured()
     record.add(Part(OURS, "codes", together=True), together(30.0))
     record.add(Part(WIDE, "f16", together=True), together(60.0))
@@ -130,7 +130,7 @@ def test_every_peer_has_a_module_and_pinned_packages() -> None:
 
 
 def test_a_held_process_sees_no_newer_instructions(tmp_path: Path) -> None:
-    """Also one that handles the same signal; and a fault of its own still ends it."""
+    """This also holds for a process that handles the same signal. A fault of its own still ends it."""
     try:
         shown = process.environment(1, compile_hold(tmp_path))
     except Absent as error:

@@ -1,6 +1,7 @@
-"""MPCache's rules are the codec's, a run in the clear answers as hackkv does, and parties end together.
+"""MPCache's rules are the codec's, a run without encryption answers like hackkv, and parties end together.
 
-What needs SPU runs where `make private` has made its environment; all else on numpy, which is what parties compute too.
+Tests that need SPU run only if `make private` has made its environment. The others run on numpy, which computes the
+same as the parties.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def test_rows_that_stay_are_those_of_the_codec(tokens: int, budget: int, last: i
     seed=st.integers(0, 1000),
 )
 def test_clusters_that_are_read_are_those_of_the_codec(clusters: int, select: int, seed: int) -> None:
-    """`chosen_by_the_paper` is what the codec's own selection is held against."""
+    """The reference is `chosen_by_the_paper`, against which the codec's own selection is tested too."""
     rules = Rules(select=select)
     keys, q = some(seed, 2, clusters * rules.page_tokens, 16), some(seed + 1, 2, 3, 16)
     read = rules.read(clusters)
@@ -127,7 +128,7 @@ def _answers(given: dict[str, Any], prompt: tuple[int, ...], tokens: int) -> lis
 
 @pytest.mark.slow
 def test_a_run_in_the_clear_answers_as_the_codec_does(model: Model) -> None:
-    """All of the shipped model; hackkv keeps KV in FP16, and its weights are not folded."""
+    """The whole shipped model runs. hackkv keeps KV in FP16, and its weights are not folded."""
     task = model.task(2 * SHORT, 6, ("full", "static", "mpcache", "mpcache-rows"))
     learned, _ = model.expected(task)
     prompt, sizes = model.prompt(2 * SHORT), {"page_tokens": RULES.page_tokens, "alpha": str(RULES.alpha)}
@@ -198,7 +199,7 @@ def cell(protocol: str, tokens: int, seconds: float = 1.0) -> Cell:
 
 
 def test_tables_say_what_selection_saves(tmp_path: Path) -> None:
-    """Bounds are made once, so they are no part of a token; a record is read back as it was."""
+    """Bounds are made once, so they are not counted per token. A record is read back unchanged."""
     about = {"command": "make private", "machine": "a machine", "versions": "spu 1"}
     text, record = section(tmp_path, about, [cell("SEMI2K", 1024), cell("ABY3", 256)])
     assert "| SEMI2K, 2 | 1024 | mpcache | 64 | 0.5 | 50 | 0.50 | 0.51 | 4.00 | 1.01 | 1 | 100 | 1.00 | 4.00 |" in text
@@ -275,7 +276,7 @@ def test_answers_from_dealt_kv_are_the_same(model: Model) -> None:
 
 @with_spu
 def test_a_party_that_is_killed_ends_the_run(model: Model, tmp_path: Path) -> None:
-    """One of three, after they met."""
+    """One of three parties is killed after they have connected."""
     task = model.task(64, 2, ("full",))
     np.savez(tmp_path / "weights.npz", **model.weights)  # type: ignore[arg-type]
     commands, where = list[list[str]](), addresses(3)

@@ -1,4 +1,4 @@
-"""`python -m bench.ratio`: the planner's split of machines beside all splits."""
+"""`python -m bench.ratio` compares the planner's split of machines with all splits."""
 
 from __future__ import annotations
 

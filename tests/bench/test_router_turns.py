@@ -1,4 +1,4 @@
-"""The longest turns of event loops: how each is named, and that a program's are told when it ends."""
+"""The longest turns of event loops: each has a name, and a program reports its turns when it ends."""
 
 from __future__ import annotations
 

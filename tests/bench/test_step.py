@@ -23,16 +23,16 @@ def test_parts_of_a_step_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     write_tiny(tmp_path / "tiny", Tiny(layers=LAYERS, head_dim=64))
     worker = load_worker(ModelConfig(path=str(tmp_path / "tiny"), backend="cpu"), CodecConfig(name="hack"))
     times = step.measure(worker, 3, step.GREEDY, recorded=recorded)
-    # The first token came with the prompt's last row; a step that is watched, or follows one, or none, does not count.
+    # The first token comes with the prompt's last row. A watched step, the step after one, and the first do not count.
     assert len(times.steps) == len(times.between) == 20 - 4 - 2
     assert len(times.python) == 4 - 1
     assert all(0 < between < whole for between, whole in zip(times.between, times.steps, strict=True))
     assert all(seconds > 0 for seconds in times.python)
     products = 4 * LAYERS + 1
-    # A step has three rows, its logits too. Where the library multiplies: norms, rotation, append, attention, gate, in
-    # each layer. Where we do, rotation, append, attention, the product before them, and one call for all behind them.
-    # The rows of the embedding and of the rotation, the first or last norm and the choice come with both, and our
-    # product of the logits. All but that product and the choice are one recorded call where torch computes nothing.
+    # A step has three rows, also of logits. If the library multiplies, each layer has norms, rotation, append,
+    # attention and gate. If our kernels multiply, each layer has a product, rotation, append, attention, and one call
+    # for the rest. Both also have the rows of the embedding and of the rotation, one norm and the choice; our kernels
+    # also the product of the logits. If torch computes nothing, all but that product and the choice are one call.
     ours = worker.model.library_rows > 3
     computed = 5 + 5 * LAYERS if ours else 4 + 6 * LAYERS
     assert times.kernels == (3 if ours and recorded else computed)

@@ -24,7 +24,7 @@ def test_pages_are_measured_by_plane(form: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_choice_brings_all_pages_over_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the one that takes no time; the pages are opened by a ledger, which takes nothing but all of them."""
+    """The link takes no time. A ledger opens the pages, and it accepts only a complete handoff."""
     monkeypatch.setattr(wire_forms, "TOKENS", 4 * PI)
     monkeypatch.setattr(wire_forms, "prompt_ids", lambda: list(range(3, 3 + 4 * PI)))
     worker = tiny_worker("hack")

@@ -1,4 +1,4 @@
-"""A tiny checkpoint, a cache of its own for every test, and codecs that destroy what they keep."""
+"""A tiny checkpoint, a separate cache for every test, and codecs whose outputs are wrong."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ CONTEXT = 256
 
 
 class Spoiling(PagedCodec):
-    """Attention that comes out wrong, in the way that the preset's name says."""
+    """A codec whose attention is wrong in the way that the preset's name says."""
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Noise as loud as V, values that are no numbers, or an error that names K."""
+        """Return noise as large as V or NaN, or raise an error that names K."""
         out = super().attend(layer, pool, batch, q, k, v)
         if self.name == "noise":
             return 3 * torch.randn(out.shape, generator=torch.Generator().manual_seed(layer))
         if self.name == "nan":
-            # In the last layer alone: a layer after it would name K.
+            # Only in the last layer: a layer after it would report a non-finite K.
             return out * torch.nan if layer + 1 == len(self.formats) else out
         raise non_finite(layer, batch, k * torch.nan, v)
 
@@ -77,7 +77,7 @@ def model(checkpoint: Path) -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def surveyed(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of measurements: what every codec of the project costs `model`, as a refusal lists it."""
+    """A folder with the measured loss of every codec on `model`, which a refusal lists."""
     cache = tmp_path_factory.mktemp("surveyed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
@@ -88,5 +88,5 @@ def surveyed(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def known(surveyed: Path, own_cache: Path) -> None:
-    """This test's cache has the measurements of `surveyed`."""
+    """Copy the measurements of `surveyed` to this test's cache."""
     shutil.copytree(surveyed, own_cache)

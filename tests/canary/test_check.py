@@ -1,4 +1,4 @@
-"""Who may serve: the three numbers, the bound, the refusal with its alternatives, and what is remembered."""
+"""The check of a codec: its three numbers, the bound, the refusal with its alternatives, and the cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_rows_in_fp16_cost_nothing(model: ModelConfig) -> None:
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_an_eviction_is_judged_by_what_follows_it(model: ModelConfig, name: str) -> None:
-    """By half of the text, read from the rows that stayed. With all rows, and all of them read, nothing is lost."""
+    """Half of the text follows the eviction and reads the rows that stayed. If all rows stay and are read, nothing is
+    lost."""
     meter = Meter(model, canary_ids)
     few, every = (
         meter.measure(meter.plan(CodecConfig(name=name, settings={"page_tokens": 32, **settings})))
@@ -51,7 +52,7 @@ def test_an_eviction_is_judged_by_what_follows_it(model: ModelConfig, name: str)
 
 
 def test_the_numbers_are_what_their_definitions_say(model: ModelConfig) -> None:
-    """Against a reference of other hidden states; the codec's own are those of exact KV, nearly."""
+    """The reference has other hidden states than the codec, whose own are nearly those of exact KV."""
     meter = Meter(model, canary_ids)
     planned = meter.plan(CodecConfig(name="fp16"))
     plain, ids = planned.load_plain(), list(canary_ids(planned))

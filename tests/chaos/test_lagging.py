@@ -1,7 +1,7 @@
 """Bad days on devices whose copies lag: nodes die, frames rot and clients leave while pages are on their way.
 
-Every wait that is missing shows: lanes run nothing before somebody waits, and free slots of the ring hold rubbish
-(`tests/lanes.py`). A wrong byte is a wrong token, which `chaos` compares with an undisturbed run.
+A missing wait shows: lanes run no work before a caller waits for it, and free slots of the ring contain rubbish
+(`tests/lanes.py`). A wrong byte gives a wrong token, and `chaos` compares tokens with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ DAYS = [
     FaultRule(at=Point.FRAME, do=Action.CUT, nth=2),
     FaultRule(at=Point.RESERVED, do=Action.FILL, seconds=0.2),
 ]
-"""What makes copies stop half way, or happen once more."""
+"""Scenarios in which copies stop half way or are repeated."""
 CROWD = tuple(Ask(name=f"r{i}", prompt=70 + 31 * i, tokens=12) for i in range(4))
-"""More than the pages of a node hold at once, so that sequences swap too."""
+"""Requests that need more pages than a node has, so that sequences are swapped too."""
 
 
 @pytest.mark.grid(together=1)

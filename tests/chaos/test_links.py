@@ -23,7 +23,7 @@ FAULTS = [
 @ON_EVERY_LINK
 @pytest.mark.parametrize("rule", FAULTS, ids=lambda rule: f"{rule.do}-{rule.at}")
 def test_a_request_survives_what_happens_to_a_parcel(wire: str, rule: FaultRule) -> None:
-    """One node suffers it, once. Another takes over, or itself when it is back."""
+    """One node suffers the fault, once. Another node takes over, or the same one when it is back."""
     node = "decode-0" if rule.at in (Point.ARRIVING, Point.ARRIVED) else "prefill-0"
     lines = list[str]()
     scenario = Scenario(

@@ -1,4 +1,4 @@
-"""A clock that jumps: time costs nothing, order follows from the seed, and a dead end is found at once."""
+"""The virtual clock: waiting costs nothing, the seed determines the order, and a deadlock is found at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scenarios that ship are played; the same seed tells the same story; a harness that sees no fault sees nothing."""
+"""The shipped scenarios pass, the same seed gives the same story, and the harness detects a failure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_same_seed_tells_the_same_story(seed: int) -> None:
 
 
 def test_a_fault_that_cannot_be_survived_is_seen() -> None:
-    """The proof that the harness can fail: every try of this request is cut."""
+    """This proves that the harness can fail: every attempt of this request is cut."""
     rule = FaultRule(at=Point.TOKEN, do=Action.CUT, times=0)
     report = play(Scenario(cluster=Setup(), requests=(Ask(name="r"),), faults=FaultPlan(rules=(rule,))))
     assert report.wrong == ("r: node_lost, expected complete",)

@@ -1,6 +1,6 @@
-"""`hackkv serve` with the model that ships along, for packages in environments of their own (`make clients-test`).
+"""`hackkv serve` with the shipped model, for packages in environments of their own (`make clients-test`).
 
-Nothing of hackkv is imported here: the packages under test need not agree with its requirements.
+This module imports nothing of hackkv: the packages under test may have conflicting requirements.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOKENIZER = ROOT / "hackkv" / "shipped"
 
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[str]:
-    """A server for the body of `with`; gives the address that clients are told, with /v1."""
+    """Run a server within the `with` block; give its base URL, which ends with /v1."""
     small = ("--prefill", "1", "--decode", "1", "--port", "0", "--max-context", "512")
     command = (str(HACKKV), "serve", *small, "--served-model-name", MODEL, *flags)
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
@@ -55,12 +55,12 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 Counted = Counter[tuple[int, int]]
-"""Tokens in and out of requests -> how many there were."""
+"""(tokens in, tokens out) -> number of requests."""
 
 
 def served_to(base_url: str, folder: Path, tool: str, *arguments: str) -> Counted:
-    """Run a tool of this environment to its end in `folder`; returns what the server says of the requests that ended
-    meanwhile, none of which may have failed."""
+    """Run a tool of this environment to its end in `folder`; count the requests that ended at the server meanwhile.
+    None of them may have failed."""
     before = _ended(base_url, 0)
     command = (str(Path(sys.executable).with_name(tool)), *arguments)
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TOOL_S, check=False)
@@ -71,13 +71,14 @@ def served_to(base_url: str, folder: Path, tool: str, *arguments: str) -> Counte
 
 
 def called(name: str, arguments: str, result: str) -> list[dict[str, Any]]:
-    """A call and its result as OpenAI's API has them, without what clients add."""
+    """The messages of a tool call and its result in OpenAI's API, without fields that clients add."""
     call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": arguments}}
     return [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_0", "content": result}]
 
 
 def prompt_tokens(base_url: str, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> int:
-    """Tokens that the model is shown of a conversation. Its texts and calls are among them, one behind the other."""
+    """The number of tokens that the model is shown of a conversation. Asserts that they contain its texts and calls, in
+    order."""
     conversation = {"messages": list(messages), "tools": list(tools)}
     tokens: list[int] = _asked(base_url, "/tokenize", conversation)["tokens"]
     rest = _asked(base_url, "/detokenize", {"tokens": tokens})["prompt"]
@@ -89,7 +90,7 @@ def prompt_tokens(base_url: str, messages: Sequence[dict[str, Any]], tools: Sequ
 
 
 def _texts(message: dict[str, Any]) -> Iterator[str]:
-    """What the model reads of a message."""
+    """The texts of a message that the model is shown."""
     if "content" in message:
         yield message["content"]
     for call in message.get("tool_calls", ()):
@@ -103,7 +104,7 @@ def _ended(base_url: str, after: int) -> list[dict[str, Any]]:
 
 
 def _asked(base_url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the server answers to a request without a client: a GET, or a POST of a body."""
+    """The server's answer to a plain HTTP request: a GET, or a POST if there is a body."""
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     request = Request(base_url.removesuffix("/v1") + path, None if body is None else json.dumps(body).encode(), headers)
     with urlopen(request, timeout=START_S) as answer:
@@ -112,7 +113,7 @@ def _asked(base_url: str, path: str, body: dict[str, Any] | None = None) -> dict
 
 
 def _address(server: subprocess.Popen[bytes], folder: Path) -> str:
-    """Where the server serves, as its curl line says."""
+    """The base URL of the server, from its curl line."""
     began = time.monotonic()
     while time.monotonic() - began < START_S:
         if found := re.search(r"http://\S+?/v1", (folder / "out").read_text()):

@@ -11,7 +11,7 @@ from anthropic import Anthropic, AsyncAnthropic
 from conftest import KEY, MODEL
 
 GREEDY = {"temperature": 0}
-"""Not in this package's signatures any more; it goes along in `extra_body`."""
+"""Sent in `extra_body`, since this package's signatures no longer have the setting."""
 QUESTION = {"role": "user", "content": "Say something."}
 CLOCK = {
     "name": "clock", "description": "The time.",
@@ -24,7 +24,7 @@ CLOCK = {
 
 @pytest.fixture
 def root(base_url: str) -> str:
-    """The address that this client is told: without /v1."""
+    """The base URL for this client, which is without /v1."""
     return base_url.removesuffix("/v1")
 
 

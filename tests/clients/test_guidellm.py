@@ -1,4 +1,4 @@
-"""GuideLLM as people run it: a short benchmark of each endpoint, whose account is the server's."""
+"""GuideLLM as users run it: a short benchmark of each endpoint, whose counts agree with the server's."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def chat(base_url: str) -> ChatOpenAI:
 
 @pytest.fixture(params=[False, True], ids=["chat", "responses"])
 def either(request: pytest.FixtureRequest, base_url: str) -> ChatOpenAI:
-    """A chat model over one of the two routes that it knows, with room for a call."""
+    """A chat model over one of the two routes that LangChain knows, with enough tokens for a call."""
     return ChatOpenAI(
         model=MODEL, api_key=KEY, base_url=base_url, max_tokens=60, temperature=0, max_retries=0, stream_usage=True,
         use_responses_api=request.param,
@@ -104,7 +104,7 @@ def test_calls_are_made_and_sent_back_with_their_results(base_url: str, either: 
 @pytest.mark.parametrize("tokens", [18, 22, 25])
 @pytest.mark.parametrize("ask", [_whole, _streamed])
 def test_a_call_that_was_cut_off_can_be_sent_back(base_url: str, either: ChatOpenAI, ask: Ask, tokens: int) -> None:
-    """LangChain keeps its arguments as text, or reads them as far as they go."""
+    """LangChain keeps the arguments of such a call as text, or parses them as far as possible."""
     short, long = (
         model.bind_tools([Clock], tool_choice="Clock", strict=True)
         for model in (either.model_copy(update={"max_tokens": tokens}), either)

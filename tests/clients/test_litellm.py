@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import KEY, MODEL, called, prompt_tokens
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks GitHub for prices while it is imported
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise LiteLLM asks GitHub for prices at import
 import litellm
 
 QUESTION = {"role": "user", "content": "Say something."}
@@ -29,7 +29,7 @@ CLOCK = {
 
 @pytest.fixture
 def ask(base_url: str) -> dict[str, Any]:
-    """What every call is given."""
+    """The arguments of every call."""
     return {
         "model": f"openai/{MODEL}", "api_base": base_url, "api_key": KEY, "max_tokens": 6, "temperature": 0,
         "num_retries": 0,

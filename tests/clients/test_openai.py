@@ -159,6 +159,6 @@ def test_many_at_once_and_one_that_is_given_up(base_url: str) -> None:
             done, _ = await asyncio.wait([call], timeout=0.2)
             call.cancel()
             assert not done or call.result().usage.completion_tokens == 400
-            await client.completions.create(model=MODEL, prompt="x", max_tokens=1)  # and it serves on
+            await client.completions.create(model=MODEL, prompt="x", max_tokens=1)  # the server goes on
 
     asyncio.run(ask())

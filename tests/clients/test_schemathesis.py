@@ -1,4 +1,4 @@
-"""Bodies generated from `/openapi.json`, right ones and wrong ones: 5,000 of them, and every answer is as described."""
+"""5,000 valid and invalid bodies, generated from `/openapi.json`. Every answer must be as described there."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hypothesis import HealthCheck, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 pytestmark = pytest.mark.timeout(4 * 3600)
-"""All routes are one test, which takes an hour where it shares two cores with others."""
+"""All routes are one test, which takes an hour on two shared cores."""
 
 CASES = int(os.environ.get("SCHEMATHESIS_CASES", "5000"))
 ROUTES = 7
 """Routes with bodies."""
 CHOSEN = os.environ.get("SCHEMATHESIS_ROUTES", "")
-"""A regular expression: paths that are called, by default all. So the cases can run in pieces."""
+"""A regular expression of the paths to call, by default all. With it the cases can run in pieces."""
 
 CONTEXT = "128"
-"""Most right bodies name no bound and are answered until the context is full: a longer one takes hours."""
+"""The context. Most valid bodies set no bound, so answers fill the context: a longer one would take hours."""
 
 CALLED = Counter[str]()
 """Cases by route and status."""
@@ -35,7 +35,7 @@ UNCOMPILED = (
     r"|is too large or too deeply nested to compile$|takes more than [\d.]+ s to compile$"
     r"|\d+ characters; at most \d+ are compiled$)"
 )
-"""What the compiler of grammars says of a schema, a regular expression or a grammar that is well formed as a field."""
+"""Messages of the grammar compiler about a schema, regular expression or grammar that is valid as a field."""
 
 CROSS_FIELD = re.compile(
     r"is not a token id"
@@ -59,17 +59,17 @@ CROSS_FIELD = re.compile(
     r"|messages: (holds nothing|becomes more|ends with calls)|(messages|input) holds nothing"
     r"|tool_use belongs to|tool_result belongs to"
 )
-"""What is asked of several fields at once, of a grammar's text, or by the model, and so has no place in a schema."""
+"""Messages about rules that no schema can express: on several fields, on a grammar's text, or of the model."""
 
 
 @pytest.fixture(scope="session")
 def document(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[schemathesis.BaseSchema]:
-    """What a server without keys says about itself. In the end it is said how many cases there were."""
+    """The description of a server without keys. At the end, prints the number of cases."""
     with serving(tmp_path_factory.mktemp("open"), "--max-context", CONTEXT) as url:
         found = schemathesis.openapi.from_url(url.removesuffix("/v1") + "/openapi.json")
-        # A list that is too long may make a body that is too large; the check does not know that refusal by itself.
+        # A list that is too long may make the body too large. The check does not expect that refusal by default.
         found.config.checks.negative_data_rejection.expected_statuses.append("413")
         yield found
     cases = ", ".join(f"{label} {count}" for label, count in CALLED.items())
@@ -96,7 +96,7 @@ def test_questions(case: schemathesis.Case) -> None:
 
 
 def check(case: schemathesis.Case) -> None:
-    """Call, and hold the answer against the description."""
+    """Make the call and check the answer against the description."""
     response = case.call(timeout=120)
     CALLED[f"{case.operation.label} {response.status_code}"] += 1
     told = response.status_code == 400 and CROSS_FIELD.search(response.json()["error"]["message"])

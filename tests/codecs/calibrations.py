@@ -1,4 +1,4 @@
-"""Calibration files of random but sound tensors: where tests of calibrated codecs start."""
+"""Calibration files of random but valid tensors. Fixtures for tests of calibrated codecs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from measure.calibrate.solve import feedback_by
 
 
 def calibration_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dict[str, Tensor]:
-    """For `rot-*`, bases of condition about 10, means that are not small, gains of a positive definite metric. For
-    `kvquant-*`, uneven levels, and ranges about the tests' rows in each channel."""
+    """Tensors for two families. `rot-*`: bases of condition about 10, means that are not small, gains of a positive
+    definite metric. `kvquant-*`: uneven levels, and ranges about those of the tests' rows in each channel."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -44,7 +44,7 @@ def calibration_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dic
 
 
 def levels(normal: Callable[..., Tensor], heads: int, dim: int) -> dict[str, Tensor]:
-    """Of one layer, as `normal` draws them."""
+    """The ranges and levels of one layer, drawn by `normal`."""
     centre, reach = normal(heads, dim) / 2, 2 + normal(heads, dim).abs()
     poles = {f"{name}_poles_{bits}": normal(2**bits).sort().values for name in ("k", "v") for bits in WIDTHS}
     return {
@@ -55,15 +55,15 @@ def levels(normal: Callable[..., Tensor], heads: int, dim: int) -> dict[str, Ten
 
 @cache
 def calibration_file(layers: int, heads: int, dim: int, family: str = ROTATED) -> Path:
-    """A file of `calibration_tensors` for the codecs of `family`, which is there until the tests end."""
+    """A file of `calibration_tensors` for the codecs of `family`. It is deleted when the tests end."""
     path = _folder() / "calibration.safetensors"
     save_calibration(calibration_tensors(layers, heads, dim), path, codec=family)
     return path
 
 
 def projection_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random rotations. Singular values let three quarters of the channels stay in layer 0 and half of them elsewhere;
-    the other heads and V would do with less."""
+    """Random rotations, and singular values by which three quarters of the channels stay in layer 0 and half in others.
+    Only the QK of head 0 needs so many; other heads and V need fewer."""
     generator = torch.Generator().manual_seed(seed)
     tensors = dict[str, Tensor]()
     for layer in range(layers):
@@ -80,7 +80,7 @@ def projection_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dict
 
 @cache
 def projection_file(layers: int, heads: int, dim: int) -> Path:
-    """A file of `projection_tensors`, which is there until the tests end."""
+    """A file of `projection_tensors`. It is deleted when the tests end."""
     path = _folder() / "projections.safetensors"
     save_calibration(projection_tensors(layers, heads, dim), path, codec=ZACK)
     return path
@@ -93,5 +93,5 @@ def _folder() -> Path:
 
 
 def save_calibration(tensors: dict[str, Tensor], path: Path, **about: object) -> None:
-    """As `hackkv calibrate` writes it; `about` goes into the metadata."""
+    """Write a calibration file as `hackkv calibrate` does. `about` goes into the metadata."""
     save_file(tensors, path, {METADATA: json.dumps({"version": VERSION, **about})})

@@ -1,4 +1,4 @@
-"""Codecs with settings on backends, and sequences that grow in their pools: where the tests of codecs start."""
+"""Codecs with settings on backends, and sequences that grow in their pools. Fixtures for tests of codecs."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Case:
         )
 
 
-# Backends of the processor: those of a GPU are interpreted here, and tests/hack_kernels compares them byte for byte.
+# Only backends of the CPU: those of a GPU would be interpreted here, and tests/hack_kernels compares their bytes.
 TABLE = [Case(name, backend=backend) for name in CODECS for backend in AUTO]
 CODED: dict[str, Any] = {"sink": 0, "recent": 0}
-"""Settings of `rot-*` with which queries see all pages but their own as codes."""
+"""Settings of `rot-*` with which queries see every page except their own as codes."""
 VARIANTS = [
     *(Case("hack", page_tokens=pi, head_dim=d) for pi, d in [(64, 64), (128, 64), (64, 96), (128, 96), (32, 128)]),
     Case("hack", 64, 256, group=1),
@@ -93,14 +93,14 @@ table = pytest.mark.parametrize("case", TABLE, ids=str)
 
 @cache
 def rows(seed: int, tokens: int, heads: int, head_dim: int) -> Tensor:
-    """Gaussian rows [tokens, heads, head_dim] with a few loud channels, as real keys have."""
+    """Gaussian rows [tokens, heads, head_dim] with a few large channels, like real keys."""
     x = torch.randn((tokens, heads, head_dim), generator=torch.Generator().manual_seed(seed))
     x[..., :2] *= 8
     return x
 
 
 class Growing:
-    """One sequence in a pool: rows go in by spans of any size, outputs are kept by position."""
+    """One sequence in a pool. Rows enter in spans of any size; outputs are kept in order."""
 
     def __init__(
         self, case: Case, codec: KvCodec, tokens: int, *, seed: int = 0, slot: int = 0, first: int = 0
@@ -119,7 +119,7 @@ class Growing:
 
 
 def advance(pool: Pool, steps: Sequence[tuple[Growing, int]], repeat: int = 1) -> None:
-    """One pass over several sequences; `repeat` calls it so often with the same batch."""
+    """Run one pass over several sequences, `repeat` times with the same batch."""
     parts = [sequence.next(count) for sequence, count in steps]
     codec = steps[0][0].codec
     batch = Batch.of([span for span, _ in parts], codec.page_tokens)
@@ -134,7 +134,7 @@ def advance(pool: Pool, steps: Sequence[tuple[Growing, int]], repeat: int = 1) -
 def run(
     case: Case, tokens: int, counts: Sequence[int], repeat: int = 1
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], Tensor]:
-    """Feed a sequence alone in spans of `counts`; returns its sealed pages, exact rows and outputs."""
+    """Feed a sequence alone in spans of `counts`; return its sealed pages, exact rows and outputs."""
     assert sum(counts) == tokens
     codec = case.codec
     pool = codec.new_pools(8, 2, range(HEADS))[LAYER]
@@ -145,7 +145,7 @@ def run(
 
 
 def cache_of(codec: KvCodec, pool: Pool, sequence: Growing) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], Tensor]:
-    """Everything that a sequence left behind, in wire order."""
+    """The sealed pages, in wire order, the exact rows and the outputs of a sequence."""
     full = sequence.done // codec.page_tokens
     sealed = codec.to_wire(LAYER, pool, torch.tensor(sequence.pages[:full], dtype=torch.int64))
     runs = codec.window.runs(sequence.done, codec.page_tokens)
@@ -155,7 +155,7 @@ def cache_of(codec: KvCodec, pool: Pool, sequence: Growing) -> tuple[dict[str, T
 
 
 def same_bytes(x: Tensor, y: Tensor) -> bool:
-    """Equal to the last bit, unlike `torch.equal`, for which 0.0 is -0.0."""
+    """Whether all bits are equal. For `torch.equal`, 0.0 equals -0.0."""
     flat = [z.contiguous().flatten().view(torch.uint8) for z in (x, y)]
     return (x.shape, x.dtype) == (y.shape, y.dtype) and torch.equal(flat[0], flat[1])
 
@@ -164,7 +164,7 @@ def assert_same(
     found: tuple[dict[str, Tensor], tuple[Tensor, Tensor], Tensor],
     wanted: tuple[dict[str, Tensor], tuple[Tensor, Tensor], Tensor],
 ) -> None:
-    """Bytes equal; outputs equal up to the order of float sums."""
+    """Assert that bytes are equal, and outputs equal up to the order of float sums."""
     assert found[0].keys() == wanted[0].keys()
     for name, plane in wanted[0].items():
         assert same_bytes(found[0][name], plane), name

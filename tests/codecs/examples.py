@@ -1,4 +1,4 @@
-"""A codec to show what a seam carries: pages that are not read."""
+"""An example of a codec that does not read all pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_on(backend: Backend) -> tuple[Kept, ...]:
 
 
 class SelectingCodec(PagedCodec):
-    """FP16 rows, of which every KV head reads the pages whose keys lie nearest to its queries, `share` of them."""
+    """FP16 rows. Every KV head reads the share `share` of pages whose keys are nearest to its queries."""
 
     def __init__(self, share: float, *, shuffle: bool = False) -> None:
         backend = load("reference")
@@ -40,7 +40,7 @@ class SelectingCodec(PagedCodec):
         self.held_pages = 0
 
     def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
-        """One sequence after another: what the heads of a sequence read is equally many pages for each."""
+        """Choose pages, one sequence after another. All heads of a sequence read equally many."""
         where, heads = batch.where, pool.num_kv_heads
         counts = [self._count(span.held // PI) for span in batch.spans]
         table = torch.zeros(len(counts), heads, max(*counts, 1), dtype=torch.int64)
@@ -60,7 +60,7 @@ class SelectingCodec(PagedCodec):
 
 
 def worker_of(codec: PagedCodec) -> Worker:
-    """The tiny model of the other tests, with this codec."""
+    """A worker with the tiny model of the other tests and this codec."""
     whole = tiny_worker("fp16")
     theirs = dict(whole.codec.fingerprint())
     fields = tuple(field for field in whole.fingerprint.fields if field[0] not in theirs)

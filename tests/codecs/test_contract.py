@@ -1,4 +1,4 @@
-"""The contract of a codec, held against every entry of `CODECS` on every backend.
+"""The contract of a codec, checked for every entry of `CODECS` on every backend.
 
 Above all the open-page rule: the same K and V rows give the same cache bytes and, up to the order of float sums, the
 same outputs, whether they came by prefill, by decode or by replay, in whatever chunks and beside whatever neighbours.
@@ -32,7 +32,7 @@ from tests.codecs.cases import (
 
 @every_case
 def test_a_decode_grown_cache_equals_the_prefill_built_one(case: Case) -> None:
-    """Row by row against all at once, at n = Π-1, Π, Π+1 and 2Π: sealed pages, open rows and outputs."""
+    """Row by row equals all at once, at n = Π-1, Π, Π+1 and 2Π: sealed pages, open rows and outputs."""
     pi, codec = case.page_tokens, case.codec
     pool, grown = codec.new_pools(2, 1, range(HEADS))[LAYER], Growing(case, codec, 2 * pi)
     for tokens in (pi - 1, pi, pi + 1, 2 * pi):
@@ -63,7 +63,7 @@ def test_nothing_depends_on_chunking(case: Case) -> None:
 @pytest.mark.grid(together=1, kinds=True)
 @table
 def test_nothing_depends_on_any_chunking(case: Case) -> None:
-    """101 tokens over four pages of 32, cut anywhere: single rows go through decode, the rest through prefill."""
+    """101 tokens over four pages of 32 are cut anywhere. Single rows go through decode, the others through prefill."""
     whole = run(case, 101, [101])
 
     @settings(max_examples=20)
@@ -77,7 +77,7 @@ def test_nothing_depends_on_any_chunking(case: Case) -> None:
 
 @every_case
 def test_nothing_depends_on_batch_neighbours_or_place(case: Case) -> None:
-    """Three sequences through shared passes, in other pages and slots, against each one alone."""
+    """Three sequences in shared passes, in other pages and slots, equal each sequence alone."""
     pi, codec = case.page_tokens, case.codec
     lengths = (pi + 3, 2 * pi, 2)
     pool = codec.new_pools(8, 4, range(HEADS))[LAYER]
@@ -94,7 +94,7 @@ def test_nothing_depends_on_batch_neighbours_or_place(case: Case) -> None:
 
 @every_case
 def test_a_process_that_holds_some_heads_seals_what_one_with_all_of_them_does(case: Case) -> None:
-    """Prompt, decode and a seal in each: stochastic rounding goes by the heads of the model, not of the process."""
+    """Each has a prompt, decode and a seal. Stochastic rounding depends on heads of the model, not of the process."""
     pi, codec = case.page_tokens, case.codec
     whole, part = codec.new_pools(4, 1, range(HEADS))[LAYER], codec.new_pools(4, 1, range(1, HEADS))[LAYER]
     sequence, cut = (Growing(case, codec, 2 * pi) for _ in range(2))
@@ -119,7 +119,7 @@ def test_a_pass_may_be_repeated(case: Case) -> None:
 
 @every_case
 def test_the_wire_is_bit_exact(case: Case) -> None:
-    """Out of one pool, into others at other page ids, whole and by KV-head ranges; attention goes on unchanged."""
+    """Pages go from one pool to other page ids of others, whole and by KV-head ranges. Attention goes on unchanged."""
     pi, codec = case.page_tokens, case.codec
     tokens = 2 * pi + 3
     pool, sequence = codec.new_pools(4, 1, range(HEADS))[LAYER], Growing(case, codec, tokens + 1)
@@ -157,7 +157,7 @@ def test_the_wire_is_bit_exact(case: Case) -> None:
 def test_in_prefill_what_is_not_finite_is_flagged_and_the_others_are_served(
     case: Case, name: str, value: float, said: str
 ) -> None:
-    """Neighbours get bytes and outputs as without it; zeros are written in its place, and the error names it."""
+    """Neighbours get the same bytes and outputs as without it. Zeros are written in its place; the error names it."""
     pi, codec, runs = case.page_tokens, case.codec, []
     for broken in (False, True):
         pool = codec.new_pools(8, 2, range(HEADS))[LAYER]
@@ -187,8 +187,8 @@ def test_in_prefill_what_is_not_finite_is_flagged_and_the_others_are_served(
 def test_in_decode_a_row_that_is_not_finite_is_flagged_and_the_others_are_served(
     case: Case, name: str, value: float
 ) -> None:
-    """Nothing is asked within the step. Neighbours get bytes and outputs as without it, also where both fill a page;
-    what is not finite is written nowhere."""
+    """The step does not wait for the check. Neighbours get the same bytes and outputs as without the row, even if both
+    fill a page. Values that are not finite are written nowhere."""
     pi, codec, runs = case.page_tokens, case.codec, []
     for broken in (False, True):
         pool = codec.new_pools(8, 2, range(HEADS))[LAYER]
@@ -232,7 +232,7 @@ def test_outputs_have_the_dtype_of_the_query(case: Case) -> None:
 
 @table
 def test_time_is_counted(case: Case) -> None:
-    """Sealing and attention apart; corrections lie within attention."""
+    """Sealing and attention are timed apart. Corrections are part of attention."""
     codec = case.codec
     pool, sequence = codec.new_pools(2, 1, range(HEADS))[LAYER], Growing(case, codec, 2 * case.page_tokens)
     assert (codec.quantize_s, codec.attend_s) == (0, 0)

@@ -1,4 +1,4 @@
-"""Rows are not positions: codecs that give up most of a prompt's rows go through the whole life of a request."""
+"""Codecs that evict most rows of a prompt, through the whole life of a request. Rows are then not positions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(name: str, backend: Backend | None = None, /, **given: int | float | st
 
 
 def some_rows(layer: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a layer; attention is far from even."""
+    """q, k and v of a layer, for which attention is far from even."""
     generator = torch.Generator().manual_seed(layer)
     q, k, v = (torch.randn((tokens, heads, DIM), generator=generator) for heads in (HEADS * GROUP, HEADS, HEADS))
     return 2 * q, k, v
@@ -51,7 +51,7 @@ def new_pools(codec: KvCodec) -> tuple[Pool, ...]:
 
 
 def computed(codec: KvCodec, tokens: int, cuts: Sequence[int] = (), repeat: int = 1) -> tuple[Pool, ...]:
-    """The pools of all layers after a prompt and its eviction; every pass and eviction is made `repeat` times."""
+    """The pools of all layers after a prompt and its eviction. Every pass and every eviction runs `repeat` times."""
     pools = new_pools(codec)
     assert codec.eviction is not None
     for held, end in pairwise((0, *cuts, tokens)):
@@ -74,7 +74,7 @@ def left_behind(codec: KvCodec, layer: int, pool: Pool, rows: int) -> list[Tenso
 
 
 def bounds_bytes(codec: KvCodec) -> int:
-    """Of the bounds of a page, in the tiny model of two layers."""
+    """Bytes of the bounds of a page, in the tiny model of two layers."""
     return sum(4 * plane.page_bytes for plane in codec.wire_planes[0] if plane.name in BOUNDS)
 
 
@@ -175,7 +175,7 @@ async def test_a_cluster_says_what_one_process_says_and_sends_what_stays(name: s
 
 @pytest.mark.parametrize(("name", "under"), [("streamingllm", "fp16"), ("snapkv", "rot-k3v2")])
 async def test_it_goes_on_after_a_failover_and_through_swaps(name: str, under: str) -> None:
-    """Replays start behind the rows that stayed; five sequences take turns in the pages of two."""
+    """Replays start behind the rows that stayed. Five sequences take turns in the pages of two."""
     worker = tiny_worker(name, of=under, budget="60%")
     requests = [greedy(f"r{i}", prompt(i, 5 * PI + 7 * i), 2 * PI, ignore_eos=True) for i in range(5)]
     await go_on_in_few_pages(worker, requests, PI + 3, num_pages=16)
@@ -183,7 +183,7 @@ async def test_it_goes_on_after_a_failover_and_through_swaps(name: str, under: s
 
 @pytest.mark.parametrize("name", EVICTING)
 async def test_a_prefix_that_lost_rows_is_nobody_elses(name: str) -> None:
-    """Neither node keeps a page, so none can be found."""
+    """Neither node keeps a page of such a prefix, so no later prompt can find one."""
     worker = tiny_worker(name)
     first, second = (greedy(f"r{i}", prompt(3, 6 * PI) + prompt(i, 9), 4) for i in range(2))
     async with paired(worker) as nodes:
@@ -196,7 +196,7 @@ async def test_a_prefix_that_lost_rows_is_nobody_elses(name: str) -> None:
 
 
 def test_a_node_that_computes_prompts_counts_what_it_notes() -> None:
-    """And one that does not notes nothing."""
+    """A node that computes no prompts has no notes."""
     codec, sizes = made("snapkv"), tiny_worker("snapkv").footprint
     pool = codec.new_pools(3, 1, range(HEADS))[0]
     assert pool.notes == {}
@@ -244,7 +244,7 @@ def test_bad_settings_are_refused_by_their_names(wrong: dict[str, int | str], sa
 
 
 def test_every_setting_is_in_the_fingerprint() -> None:
-    """Those of the codec below among them."""
+    """The settings of the codec below are there too."""
     other: dict[str, int | float | str | bool] = {
         "of": "hack-k4v2",
         "budget": 7,
@@ -262,7 +262,7 @@ def test_every_setting_is_in_the_fingerprint() -> None:
 
 
 def test_pages_come_in_any_form_of_the_table() -> None:
-    """On the wire too: that below says how it is coded."""
+    """This holds on the wire too: the codec below chooses how pages are coded."""
     below = [name for name in CODECS if beneath(CodecConfig(name=name)) == name]
     assert len(below) > len(EVICTING)
     for name in below:

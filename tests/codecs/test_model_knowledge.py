@@ -1,4 +1,4 @@
-"""What a codec may know of the model: formats by layer, weights that it prepares, a file that it was calibrated to."""
+"""Codecs may depend on the model: by formats for each layer, by prepared weights, by a calibration file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYERS, HEAD_DIM = 2, 64
 
 @pytest.fixture
 def rotations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of Hadamard rotations, other ones in each layer; `toy-rotated` is a codec of the table meanwhile."""
+    """A file of Hadamard rotations, different in each layer. Meanwhile `toy-rotated` is a codec of the table."""
     monkeypatch.setitem(CODECS, "toy-rotated", Preset(make_rotated))
     signs = torch.randint(0, 2, (LAYERS, HEAD_DIM), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
     path = tmp_path / "rotations.safetensors"
@@ -69,7 +69,7 @@ def test_whoever_serves_is_named_once() -> None:
 def test_a_rotation_that_is_folded_into_weights_changes_pages_and_not_the_model(
     tmp_path: Path, rotations: Path, dtype: str, tolerance: float, architecture: str
 ) -> None:
-    """With and without a bias of V, packed weights (BF16) and not. Tolerances are FP16's and BF16's roundings."""
+    """Models have or lack a bias of V and packed weights (BF16). Tolerances are the rounding of FP16 and BF16."""
     folder = write_tiny(tmp_path / "model", Tiny(architecture, layers=LAYERS, head_dim=HEAD_DIM, max_context=256))
     workers = plain(folder, dtype), rotated(folder, rotations, dtype)
     ids, logits, values = prompt(1, PI), [], []

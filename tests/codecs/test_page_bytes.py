@@ -77,7 +77,7 @@ def test_a_calibrated_page_says_its_first_row_in_place_of_ranges(name: str, size
 
 
 def test_every_codec_of_the_table_is_pinned() -> None:
-    """A codec that is added must be entered above; `zack` and the tests' own rows have pages of others."""
+    """A new codec must be entered above. `zack` and the tests' own entries use pages of other codecs."""
     hack = {"hack", "hack-k4v2", "hack-paper"}
     rotated = {"rot-k4v4", "rot-k4v4-window", "rot-k3v3", "rot-k3v2", "rot-k2v2"}
     floats, groups = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2", "kvquant-4", "kvquant-2"}
@@ -93,7 +93,7 @@ def test_every_codec_of_the_table_is_pinned() -> None:
     [(128, 32, 96, 104), (128, 64, 80, 84), (128, 128, 72, 76), (64, 32, 48, 52), (64, 64, 40, 42), (64, 128, 38, 40)],
 )
 def test_bytes_per_token(head_dim: int, page_tokens: int, wire: int, with_sums: int) -> None:
-    """The table of kv-compression.md section 3; sums are one byte wherever the largest one fits."""
+    """The table of kv-compression.md section 3. Sums take one byte wherever the largest sum fits."""
     symmetric = make("hack", head_dim, page_tokens=page_tokens)
     paper = make("hack-paper", head_dim, page_tokens=page_tokens)
     assert planes_bytes(symmetric.wire_planes[0]) == planes_bytes(paper.wire_planes[0]) == wire * page_tokens
@@ -108,7 +108,7 @@ def test_bytes_per_token(head_dim: int, page_tokens: int, wire: int, with_sums: 
 def test_pools_and_wire_tensors_have_exactly_that_size(
     name: str, head_dim: int, page_tokens: int, backend: str
 ) -> None:
-    """Packed, not a wider type that merely counts as packed: storage is measured, on every backend."""
+    """The test measures storage on every backend, so a wider type that only counts as packed would fail."""
     pages, slots, heads = 3, 2, 2
     codec = make_codec(
         CodecConfig(name=name, settings={"page_tokens": page_tokens}), KvShape(1, heads, head_dim), load(backend)

@@ -1,4 +1,4 @@
-"""Decode that reads some pages: those that the paper chooses, everywhere the same, and all of them changes nothing."""
+"""Decode that reads some pages: the paper's choice, the same on every path. A choice of all pages changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.pair import PI, greedy, prompt, tiny_worker
 HEADS, GROUP, DIM = 2, 3, 64
 PAGES = 12
 NARROW: dict[str, int | str] = {"budget": "80%", "select": "40%", "least": 2}
-"""Pages are left out of sequences as short as those of tests."""
+"""Settings by which pages are left out even of the short sequences of tests."""
 UNDER = ("fp16", "hack", "rot-k4v4")
 
 
@@ -39,7 +39,7 @@ def made(layers: int = 6, /, **given: int | str) -> PagedCodec:
 
 
 def chosen_by_the_paper(q: Tensor, keys: Tensor, share: float, least: int, alpha: float) -> list[int]:
-    """The pages that a KV head reads: q [G, D], keys [pages, Π, D]; Eq. 2 at two levels."""
+    """The pages that a KV head reads, by Eq. 2 at two levels: q [G, D], keys [pages, Π, D]."""
     pages = len(keys)
     count = min(pages, max(least, math.ceil(pages * share)))
 
@@ -102,7 +102,7 @@ def test_pages_are_those_of_the_paper(lengths: list[int], share: float, least: i
 
 @pytest.mark.parametrize("under", UNDER)
 def test_bounds_are_those_of_the_rows_and_survive_the_wire(under: str) -> None:
-    """In any page format: what the kernels below write and read is what they always did."""
+    """This holds in any page format, and the codec's kernels write and read the same bytes as without bounds."""
     codec = made(1, of=under)
     pool, keys = filled(codec, 3)
     ids = torch.tensor([4, 0, 7])
@@ -137,7 +137,7 @@ def test_a_selection_of_all_pages_changes_no_token(under: str) -> None:
 
 @pytest.mark.parametrize("under", UNDER)
 async def test_a_cluster_reads_what_one_process_reads_through_replays_and_swaps(under: str) -> None:
-    """A replay runs row by row: what decode saw, it sees again."""
+    """A replay runs row by row, so it reads the same pages as decode did."""
     worker = tiny_worker("mpcache", of=under, **NARROW)
     requests = [greedy(f"r{i}", prompt(i, 6 * PI + 7 * i), PI + 9, ignore_eos=True) for i in range(4)]
     await go_on_in_few_pages(worker, requests, 5, num_pages=22)
@@ -145,7 +145,7 @@ async def test_a_cluster_reads_what_one_process_reads_through_replays_and_swaps(
 
 @pytest.mark.parametrize("chunk_pages", [1, 3])
 def test_prompts_see_all_pages_whatever_the_chunks(chunk_pages: int) -> None:
-    """A last chunk of one row too."""
+    """This holds for a last chunk of one row too."""
     worker, request = tiny_worker("mpcache", **NARROW), greedy("r", prompt(1, 9 * PI + 1), 9, ignore_eos=True)
     assert generate(worker, request, chunk_pages=chunk_pages) == generate(worker, request, chunk_pages=10)
 

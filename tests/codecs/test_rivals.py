@@ -1,4 +1,4 @@
-"""What the rivals' settings mean, beside what every test of codecs holds of them."""
+"""The meaning of the rivals' settings. Other properties of rivals are in the tests of all codecs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(name: str, layers: int = 1, **settings: Any) -> KvCodec:
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_unfused_attention_has_the_same_bytes_and_nearly_the_same_outputs(name: str) -> None:
-    """FP16 holds what a page stands for to 11 bits; chunks with and without decode steps."""
+    """FP16 keeps 11 bits of a page's decoded values. Chunks come with and without decode steps."""
     pi, counts = 32, [40, 1, 60, 1]
     fused, unfused = (run(Case(name, pi, backend="cpu", settings={"unfused": on}), 102, counts) for on in (False, True))
     assert fused[0].keys() == unfused[0].keys()
@@ -66,7 +66,7 @@ def test_settings_that_change_results_are_in_the_fingerprint(name: str) -> None:
 
 
 def test_cachegen_gives_early_layers_more_bins() -> None:
-    """The authors' levels, by layer; a page of few bins is the smaller one."""
+    """Bins are the authors' levels, by layer. A page with fewer bins is smaller."""
 
     def bins(codec: KvCodec) -> list[tuple[int, int]]:
         formats = [fmt for fmt in codec.formats if isinstance(fmt, GroupFormat)]
@@ -80,7 +80,7 @@ def test_cachegen_gives_early_layers_more_bins() -> None:
 
 
 def test_cachegen_that_is_decoded_on_arrival_stands_for_the_same_numbers() -> None:
-    """To what FP16 holds of them; the same codes travel."""
+    """Rows are equal up to FP16 rounding, and the same codes travel."""
     counts = [40, 1, 60, 1]
     ints, decoded = (run(Case(name, 32, backend="cpu"), 102, counts) for name in ("cachegen", "cachegen-fp16"))
     assert float((ints[2] - decoded[2]).norm() / ints[2].norm()) < 5e-3
@@ -91,7 +91,7 @@ def test_cachegen_that_is_decoded_on_arrival_stands_for_the_same_numbers() -> No
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", ["cachegen", "cachegen-eq86"])
 def test_faithful_cachegen_has_one_scale_for_all_heads(name: str, backend: str) -> None:
-    """The same pages whatever the chunks; as good as a scale of each head where heads are alike."""
+    """Pages do not depend on chunks. If heads are alike, one scale is as good as a scale of each head."""
     case = Case(name, 32, backend=backend, settings={"faithful": True})
     found, whole = run(case, 102, [40, 1, 60, 1]), run(case, 102, [102])
     assert_same(whole, found)
@@ -120,7 +120,7 @@ def test_cachegen_errors_are_at_most_half_a_bin() -> None:
 
 
 def test_deltas_have_the_bins_of_the_level_and_planes_of_their_own() -> None:
-    """Anchors and deltas travel apart, each with a table of its own; the definition serves every backend."""
+    """Anchors and deltas travel apart, each with its own table. The definition serves every backend."""
     codec = make("cachegen-delta", 24)
     formats = [fmt for fmt in codec.formats if isinstance(fmt, DeltaFormat)]
     bins = [(2 * fmt.k.centre + 2, 2 * fmt.v.centre + 2) for fmt in formats]

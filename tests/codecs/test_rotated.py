@@ -1,4 +1,4 @@
-"""Codecs `rot-*`: rows that rest rotated mean what they were, with and without a calibration file."""
+"""Codecs `rot-*`: rotated rows stand for the same values, with and without a calibration file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_other_orders_are_refused(order: int) -> None:
 
 @pytest.mark.slow
 def test_a_cache_on_triton_does_not_depend_on_chunking() -> None:
-    """Rotated, sealed with feedback and read with a window by kernels that Triton interprets here."""
+    """Rows are rotated, sealed with feedback and read with a window, by kernels that Triton interprets here."""
     pytest.importorskip("triton")
     case = Case("rot-k3v2", backend="triton", settings={"sink": 1, "recent": 1}, calibrated=True)
     assert case.codec.served_by == "triton"
@@ -62,7 +62,7 @@ WINDOWS = [(0, 0), (1, 0), (2, 1), (1, 2)]
 
 
 def unturned(case: Case, sealed: dict[str, Tensor], exact_rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What the cache of a sequence stands for to its next query, FP64 K and V [n, Hkv, D] in the model's channels."""
+    """FP64 K and V [n, Hkv, D] for which the cache stands at the sequence's next query, in the model's channels."""
     codec = case.codec
     fmt = codec.formats[LAYER]
     assert isinstance(fmt, LevelFormat)
@@ -89,8 +89,9 @@ def unturned(case: Case, sealed: dict[str, Tensor], exact_rows: tuple[Tensor, Te
 def test_attention_is_that_over_the_rows_that_codes_stand_for(
     name: str, window: tuple[int, int], head_dim: int, group: int, calibrated: bool, backend: str
 ) -> None:
-    """The last row's query over its coded pages, dequantized and rotated back, and its exact ones; FP64 without any
-    rounding of queries and weights. The mean is in these keys and not in the codec's, and changes nothing."""
+    """The expected result is the last row's query over its coded pages, dequantized and rotated back, and its exact
+    pages, in FP64 without rounding of queries and weights. The mean is in these keys and not in the codec's keys, which
+    does not change the result."""
     settings = dict(zip(("sink", "recent"), window, strict=True))
     case = Case(name, head_dim=head_dim, group=group, backend=backend, calibrated=calibrated, settings=settings)
     tokens = 5 * case.page_tokens + 9
@@ -105,7 +106,7 @@ def test_attention_is_that_over_the_rows_that_codes_stand_for(
 
 @pytest.mark.parametrize("backend", AUTO)
 def test_a_layer_that_is_left_exact_keeps_rows_as_fp16_does(backend: str) -> None:
-    """Prompts in chunks and single steps, whatever the window keeps in slots beside the open page."""
+    """Prompts come in chunks and single steps, for any number of rows that the window keeps beside the open page."""
     tokens, counts = 5 * 32 + 9, [70, 58, 40, 1]
     sealed, _, outputs = run(Case("fp16", backend=backend), tokens, counts)
     for sink, recent in WINDOWS:
@@ -131,7 +132,7 @@ def test_layers_left_exact_count_in_bytes_and_in_the_fingerprint() -> None:
 
 
 def test_scales_in_fp8_count_in_bytes_and_in_the_fingerprint() -> None:
-    """A byte less for K and for V of each row. Without them the fingerprint is what it was before there were any."""
+    """They save a byte for K and for V of each row. Without them, the fingerprint is as before they were added."""
     every: list[dict[str, int | float | str | bool]] = [{"scales": "fp8"}, {"scales": "fp16"}, {}]
     configs = (CodecConfig(name="rot-k3v2", settings=settings) for settings in every)
     made = [make_codec(config, KvShape(2, 2, HEAD_DIM), load("reference")) for config in configs]
@@ -163,7 +164,7 @@ def test_more_bits_are_closer_to_exact() -> None:
 
 
 def test_a_row_whose_rotation_is_beyond_fp16_is_named_though_fp16_holds_it() -> None:
-    """All channels add up in the first one. The error of a prompt says in which tokens, that of decode the token."""
+    """All channels add up in the first one. The error names the tokens in prefill, and the token in decode."""
     case = Case("rot-k4v4")
     codec = case.codec
     pool = codec.new_pools(2, 2, range(HEADS))[LAYER]
@@ -199,8 +200,8 @@ def loaded(folder: Path, dtype: str, weights: str, name: str, **settings: Any) -
 def test_rotated_rows_do_not_change_the_model(
     tmp_path: Path, architecture: str, head_dim: int, dtype: str, weights: str, tolerance: float, calibrated: bool
 ) -> None:
-    """With and without a bias of V, packed weights, which stay as they are, and not. All rows are in the open page,
-    which is exact."""
+    """Models have or lack a bias of V and packed weights, which stay as they are. All rows are in the open page, which
+    is exact."""
     folder = write_tiny(tmp_path, Tiny(architecture, layers=LAYERS, head_dim=head_dim, max_context=256))
     settings = dict[str, Any]()
     if calibrated:

@@ -1,4 +1,4 @@
-"""A codec may attend to some of the pages that a sequence holds, others for each KV head."""
+"""A codec may attend to some of a sequence's pages, and to different pages for each KV head."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_table_for_each_head_reads_what_it_lists(backend: Backend, kind: str) -> None:
-    """Each head alone over its own list, against both heads in one call."""
+    """Both heads in one call give the same as each head alone over its own list."""
     kernels, pool = filled(backend, kind)
     start, one, zero = (torch.tensor([x]) for x in (4 * PI + 2, 1, 0))
     where = Spans(start, one, zero, torch.arange(4)[None], zero)

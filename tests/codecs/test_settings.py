@@ -1,4 +1,4 @@
-"""What the settings of a codec change, which ones are refused, and that two nodes would notice a difference."""
+"""Settings of codecs: their effect, refused values, and the fingerprint by which nodes notice a difference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.codecs.cases import (
 
 
 def test_four_bits_for_k_are_closer_to_exact_than_two() -> None:
-    """On keys with loud channels: `hack-k4v2` < `hack` against `fp16`, and neither is far off."""
+    """On keys with loud channels, `hack-k4v2` is closer to `fp16` than `hack` is, and neither is far off."""
     tokens = 7 * 32
     exact, two, four = (run(Case(name), tokens, [tokens])[2] for name in ("fp16", "hack", "hack-k4v2"))
     errors = [float((x - exact).norm() / exact.norm()) for x in (two, four)]
@@ -35,7 +35,7 @@ def test_four_bits_for_k_are_closer_to_exact_than_two() -> None:
 
 @pytest.mark.parametrize("arithmetic", ["symmetric", "asymmetric"])
 def test_requantization_gives_every_row_to_the_codes(arithmetic: str) -> None:
-    """Ablation HACK/RQE: all pages travel as planes, and decode goes on where prefill ended, on either node."""
+    """In the ablation HACK/RQE, all pages travel as planes. Decode goes on where prefill ended, on either node."""
     case = Case("hack", settings={"open_page": "requantize", "arithmetic": arithmetic})
     codec, pi = case.codec, case.page_tokens
     tokens = pi + 9
@@ -93,7 +93,7 @@ def test_a_head_dim_without_kernels_is_named() -> None:
 
 
 def test_fingerprints_differ_when_anything_that_matters_differs() -> None:
-    """And are equal for equal settings, on every backend."""
+    """Fingerprints are equal for equal settings, on every backend."""
     cases = [
         *TABLE,
         *(Case("hack", settings={"k_bits": 4, **more}) for more in ({}, {"v_bits": 4}, {"seed": 1})),

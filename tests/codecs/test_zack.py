@@ -1,4 +1,4 @@
-"""Codec `zack`: lemmas 1 and 2 of the paper, Eq. 6 and F_p, fewer bytes, and what is refused."""
+"""Codec `zack`: lemmas 1 and 2 of the paper, Eq. 6 and F_p, fewer bytes, and refused settings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OF = (
     "rot-k4v4",
     "rot-k3v2",
 )
-"""Codecs for whose pages rows are projected here: one of each kind of page."""
+"""Codecs whose pages get projected rows in these tests: one for each kind of page."""
 
 
 def make(layers: int = 2, head_dim: int = 64, backend: str = "reference", **settings: Any) -> KvCodec:
@@ -59,7 +59,7 @@ def worker_of(folder: Path, weights: str = "auto", **settings: Any) -> Worker:
 
 
 def logits_and_pages(worker: Worker, ids: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of a prompt of one page: logits of its last row, and the second layer's planes [Hkv, Π, channels]."""
+    """Logits of the last row of a one-page prompt, and the second layer's planes [Hkv, Π, channels]."""
     runner = ModelRunner(worker.model, worker.codec, 1, 1)
     with torch.inference_mode():
         logits = worker.model.logits(runner.forward([Span(0, 0, PI, (0,))], ids))
@@ -87,7 +87,7 @@ def test_with_all_channels_the_model_computes_what_it_did(tmp_path: Path, tiny: 
 
 
 def test_packed_weights_stay_as_they_are_and_v_is_rotated_at_run_time(tmp_path: Path) -> None:
-    """With the first channels of V as with weights that are folded, and with all of them the same answers."""
+    """With the first channels of V, results equal those of folded weights. With all channels, answers stay the same."""
     folder, ids = write_tiny(tmp_path / "model", Tiny(max_context=256)), prompt(1, PI)
     exact, projected = worker_of(folder, "int8"), worker_of(folder, "int8", removal="0%")
     wanted, found = (logits_and_pages(each, ids)[0] for each in (exact, projected))
@@ -142,7 +142,7 @@ def test_ranks_fulfil_equation_6(values: list[int], removal: float) -> None:
 
 
 def test_f_p_finds_the_least_removal_within_a_size() -> None:
-    """What is small goes first, then what all heads of a layer have least of; 16 channels are the least."""
+    """Small channels are removed first, then those that weigh least in all heads of a layer. At least 16 stay."""
     for share, widths in (("100%", "64,64"), ("99%", "48,48"), ("75%", "48,48"), ("70%", "48,32"), ("60%", "32,32")):
         codec = make(share=share)
         assert dict(codec.fingerprint())["codec.widths"] == widths, share
@@ -154,7 +154,7 @@ def test_f_p_finds_the_least_removal_within_a_size() -> None:
 
 @pytest.mark.parametrize("of", OF)
 def test_fewer_bytes_rest_and_travel(of: str) -> None:
-    """Of sealed pages and of exact rows: three quarters in layer 0 and a half in the others, or what scales leave."""
+    """Sealed pages and exact rows keep three quarters in layer 0 and half in other layers, as far as scales allow."""
     layers, pi, dim = 3, 64, 256
     narrow, wide = make(layers, dim, of=of), make(layers, dim, of=of, removal="0%")
     assert [fmt.head_dim for fmt in narrow.formats] == (
@@ -181,7 +181,7 @@ def test_fewer_bytes_rest_and_travel(of: str) -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("of", OF)
 def test_the_pages_of_other_codecs_keep_the_open_page_rule(of: str, backend: str) -> None:
-    """Chunks, decode steps and all at once give the same bytes and outputs, over layers of other widths."""
+    """Chunks, decode steps and all at once give the same bytes and outputs, over layers of different widths."""
     case = Case("zack", head_dim=128, backend=backend, settings={"of": of})
     assert case.codec.formats[LAYER].head_dim == 64
     served = {"cachegen-fp16": [backend, DEFINITION], "cachegen-delta": [DEFINITION]}
@@ -194,7 +194,7 @@ def test_the_pages_of_other_codecs_keep_the_open_page_rule(of: str, backend: str
 
 @pytest.mark.parametrize("of", ["fp16", "rot-k3v2"])
 async def test_a_cluster_says_what_one_process_says_and_sends_narrow_rows(of: str) -> None:
-    """Sealed pages, exact ones and the open page."""
+    """Sealed pages, exact pages and the open page are all sent narrow."""
     worker, plain = tiny_worker("zack", of=of), tiny_worker(of)
     request = greedy("r", prompt(1, 7 * PI + 11), 2 * PI, ignore_eos=True)
     async with paired(worker) as nodes:

@@ -1,9 +1,10 @@
 """A worked example of CONTRIBUTING.md's "Add a codec": integers of 8 bits, with a scale for K and one for V of a page.
 
-Format, definition, settings and the function that makes a codec of them stand in this one module. It enters by one row
-of `CODECS` (`tests/conftest.py`). So every test that loops over the table holds it: wires, failover, swap, prefixes,
-replay, tokens. Two tests pin a fact of every codec, and so name it: the bytes of its page, and that no backend has
-kernels which record its steps. A codec of the product has the same four parts, where CONTRIBUTING.md says.
+Format, definition, settings and the function that makes a codec of them are in this one module. The codec joins
+`CODECS` by one row (`tests/conftest.py`). So every test that loops over the table covers it: wires, failover, swap,
+prefixes, replay, tokens. Two tests pin a fact of every codec, and so name this one: the bytes of its page, and that no
+backend has kernels which record its steps. A codec of the product has the same four parts, at the places that
+CONTRIBUTING.md names.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from hackkv.types import KvShape
 ZERO: Final = 128
 """The code of 0."""
 LARGEST: Final = 127
-"""A code is at most so far from `ZERO`."""
+"""The largest distance of a code from `ZERO`."""
 
 
 @dataclass(frozen=True)
 class Toy8Format(ReadFormat):
-    """A sealed page of K and V: codes uint8 [Π, D], and float32 [1] by which (code - `ZERO`) is multiplied."""
+    """A sealed page of K and V: codes uint8 [Π, D], and a scale float32 [1] that multiplies (code - `ZERO`)."""
 
     head_dim: int
     page_tokens: int = DEFAULT_PAGE_TOKENS
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """Those of K, then those of V."""
+        """The planes of K, then those of V."""
         shape = (self.page_tokens, self.head_dim)
         return tuple(
             plane
@@ -55,7 +56,7 @@ class Toy8Reference(ReadingReference):
         super().__init__(fmt, device)
 
     def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
-        """[..., Π, D] FP16 -> its planes, to the nearest code. A page of zeros has the scale 1."""
+        """Quantize rows [..., Π, D] FP16 to planes, each value to the nearest code. A page of zeros has the scale 1."""
         x = rows.float()
         largest = x.abs().amax((-2, -1))
         scale = torch.where(largest == 0, torch.ones_like(largest), largest / LARGEST)[..., None]
@@ -63,18 +64,18 @@ class Toy8Reference(ReadingReference):
         return {name: codes.to(torch.uint8), f"{name}_scale": scale}
 
     def dequantize(self, name: str, planes: Planes, heads: slice = ALL_HEADS) -> Tensor:
-        """Its planes -> [..., Π, D] FP32."""
+        """Convert planes to rows [..., Π, D] FP32."""
         return (planes[name].float() - ZERO) * planes[f"{name}_scale"][..., None]
 
 
 class Toy8Settings(Frozen):
-    """All of them change bytes, so all are in the fingerprint."""
+    """Settings of the codec. All of them change bytes, so all are in the fingerprint."""
 
     page_tokens: int = Field(default=DEFAULT_PAGE_TOKENS, multiple_of=8, gt=0, le=256)
 
 
 def make_toy8(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
-    """The codec: one format in all layers, on the backend's kernels if it has some."""
+    """Make the codec: one format in all layers, on the backend's kernels if it has some."""
     chosen = Toy8Settings.model_validate(settings)
     fmt = Toy8Format(shape.head_dim, chosen.page_tokens)
     kept = Kept(fmt, backend.kernels_for(fmt, Toy8Reference))

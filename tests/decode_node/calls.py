@@ -1,4 +1,4 @@
-"""Calls of a decode node, as its router makes them: where the tests of the service start."""
+"""Calls of a decode node, as its router makes them. Fixtures for tests of the service."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from transport.closing import closing
 
 
 async def landed(nodes: Pair, request: Request) -> AsyncIterator[DecodeEvent]:
-    """A decode call whose KV has landed: its next event is a token."""
+    """A decode call whose KV has landed. Its next event is a token."""
     events = nodes.decode.decode(DecodeJob(request, request.request_id, 0))
     reserved = await anext(events)
     assert isinstance(reserved, Reserved)
@@ -52,14 +52,14 @@ async def close(events: AsyncIterator[DecodeEvent]) -> None:
 
 
 async def reserved(nodes: Pair, name: str, prompt_tokens: int, max_tokens: int) -> AsyncIterator[DecodeEvent]:
-    """A decode call that has room."""
+    """A decode call with a reservation."""
     events = nodes.decode.decode(DecodeJob(greedy(name, (5,) * prompt_tokens, max_tokens), name, 0))
     assert await anext(events) == Reserved()
     return events
 
 
 async def drain(nodes: Pair, job: PrefillJob) -> None:
-    """Prefill up to the fate of the first push; a failure is raised."""
+    """Prefill up to the outcome of the first push. Raises its failure."""
     async with closing(nodes.prefill.prefill(job)) as events:
         async for event in events:
             if isinstance(event, HandoffFailed):
@@ -69,7 +69,7 @@ async def drain(nodes: Pair, job: PrefillJob) -> None:
 
 
 def held_up(worker: Worker, timeout_s: float = TIMEOUT_S) -> tuple[Worker, threading.Event]:
-    """The same with a codec of its own, whose passes wait for the event."""
+    """The worker with a codec of its own whose passes wait for an event, and the event."""
     codec, begin = twin(worker.codec), threading.Event()
     attend = codec.attend
 
@@ -88,7 +88,7 @@ async def begun_together(
     emitted: Series[tuple[int, ...]] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> list[Served]:
-    """As `ends_together`. Raises the first failure."""
+    """Run `ends_together`. Raises the first failure."""
     ends = await ends_together(nodes, begin, requests, emitted, timeout_s)
     for end in ends:
         if isinstance(end, BaseException):
@@ -103,9 +103,10 @@ async def ends_together(
     emitted: Series[tuple[int, ...]] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> list[Served | BaseException]:
-    """Let the decode node of `held_up` begin when the KV of all has arrived there; of requests whose `emitted` is known
-    only the rest is served. So sequences want pages at the same time, however slow the machine is. What became of each
-    request."""
+    """Let the decode node of `held_up` begin when the KV of all requests has arrived; return the outcome of each.
+
+    So all sequences need pages at the same time, however slow the machine is. If the tokens `emitted` of a request are
+    known, only the rest is served."""
     arrived = asyncio.Semaphore(0)
     served = asyncio.gather(
         *(
@@ -122,8 +123,8 @@ async def ends_together(
 
 
 async def go_on_in_few_pages(worker: Worker, requests: Series[Request], cut: int, num_pages: int) -> list[Served]:
-    """Requests of which another node chose the first `cut` tokens go on at once, in fewer pages than all need together.
-    They are swapped, and their tokens are those of undisturbed runs."""
+    """Continue requests whose first `cut` tokens another node chose, all at once and in fewer pages than they need
+    together. Asserts that some are swapped, and that all tokens are those of undisturbed runs."""
     whole = [generate(worker, request) for request in requests]
     decode, begin = held_up(worker)
     async with paired(worker, decode, num_pages=num_pages, decoding=DecodeSettings(replay_tokens=PI)) as nodes:

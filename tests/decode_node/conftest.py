@@ -14,7 +14,7 @@ from transport.wires import Loopback
 
 @pytest.fixture(params=["at once", "beside the loop"])
 def _landing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames of these tests are small."""
+    """Frames of these tests are small, so a limit of 0 sends them all to the thread."""
     if request.param == "beside the loop":
         monkeypatch.setattr(landing, "AT_ONCE_BYTES", 0)
 

@@ -1,4 +1,4 @@
-"""A decode node's inbox behind a wire, and handoffs for it: where the tests of receiving start."""
+"""A decode node's inbox behind a wire, and handoffs for it. Fixtures for tests of receiving."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Decode:
         self.sender: KvSender = wire.sender()
         self.address = ""
         self.tokens = next(n for n in count(TOKENS) if rows_held(self.worker.codec, n) == TOKENS)
-        """Of the prompt."""
+        """The number of tokens of the prompt."""
         self.request = greedy("r", prompt(1, self.tokens), 4)
 
     async def __aenter__(self) -> Decode:
@@ -66,9 +66,9 @@ class Decode:
 def planned(
     worker: Worker, transfer_id: str = "t", epoch: int = 2, seed: int = 3, form: WireForm | None = None
 ) -> list[KvFrame | HandoffEnd]:
-    """An honest handoff of random rows: of each layer the pages that travel sealed, and the exact rows; and token 9.
+    """A correct handoff of random rows: for each layer the sealed pages that travel and the exact rows; then token 9.
 
-    It is coded by `form`, or as the worker's codec does.
+    The wire form is `form`; by default the codec's.
     """
     generator = torch.Generator().manual_seed(seed)
     writer = FrameWriter(transfer_id, epoch, form or worker.codec.wire_form)
@@ -95,7 +95,7 @@ async def send(items: list[KvFrame | HandoffEnd]) -> Frames:
 
 
 class Untouched:
-    """A sender's frames that nobody should ask for."""
+    """Frames of a sender that no receiver should ask for."""
 
     def __init__(self) -> None:
         self.touched = False

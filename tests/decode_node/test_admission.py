@@ -1,4 +1,4 @@
-"""Which requests a decode node takes, and what it says to those that it does not."""
+"""Requests that a decode node takes, and the errors for those that it refuses."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_copies_wait_for_a_step_that_was_begun_ahead(monkeypatch: pytest.MonkeyP
 
 
 def requests(*, backward: bool) -> list[Request]:
-    """Of random lengths; some draw, and with `backward` by rules that look at earlier tokens."""
+    """Requests of different lengths. Some are sampled, and with `backward` by rules that look at earlier tokens."""
     made = [greedy(f"r{i}", prompt(i, 1 + 7 * i), 30, ignore_eos=True) for i in range(6)]
     drawn: dict[str, object] = {"temperature": 0.8, "top_p": 0.9}
     if backward:

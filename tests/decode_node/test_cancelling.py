@@ -25,7 +25,7 @@ from tests.pair import PI, GatedCodec, greedy, paired, prompt, tiny_worker
 
 @pytest.mark.parametrize("phase", ["reserved", "landed", "in a step", "waiting for the batch"])
 async def test_cancelling_frees_everything(phase: str) -> None:
-    """In each phase; pages that a step still writes to come back after it, and neighbours are unharmed."""
+    """This holds in each phase. Pages that a step still writes come back after it, and neighbours are unharmed."""
     codec = GatedCodec()
     worker = tiny_worker("fp16")
     victim, other = greedy("victim", prompt(7, PI + 1), 20), greedy("other", prompt(8, 9), 6)
@@ -72,7 +72,7 @@ async def test_cancelling_frees_everything(phase: str) -> None:
 
 
 async def test_cancelling_during_the_transfer_stops_the_sender() -> None:
-    """Half of the frames have landed in pages that are given back; the sender is told why."""
+    """Half of the frames have landed in pages that are given back. The sender gets the reason."""
     codec = GatedCodec()
     worker = tiny_worker("fp16")
     request = greedy("r", prompt(9, 3 * PI), 4)
@@ -94,7 +94,7 @@ async def test_cancelling_during_the_transfer_stops_the_sender() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_a_storm_of_cancellations_leaves_nothing_behind(seed: int) -> None:
-    """Requests are dropped after a seeded number of loop turns each; those that live get their own tokens."""
+    """Each request is dropped after a seeded number of loop turns. Requests that live get their own tokens."""
     worker = tiny_worker("hack")
     turns = prompt(seed, 16)
     requests = [greedy(f"r{i}", prompt(100 + i % 4, 10 + 20 * (i % 4)), 6) for i in range(16)]

@@ -27,7 +27,7 @@ from transport.closing import closing
 
 
 async def rest(events: AsyncIterator[DecodeEvent]) -> list[DecodeEvent]:
-    """What still comes."""
+    """All events that still come."""
     async with closing(events):
         return [event async for event in events]
 
@@ -107,7 +107,7 @@ async def test_a_reader_that_stands_still_holds_no_pages() -> None:
 
 
 async def test_a_reader_cancelled_while_its_call_ends_does_not_hold_up_a_drain() -> None:
-    """What a router does: it has read `Decoded` and cancels the call, which is in its last await."""
+    """A router has read `Decoded` and cancels the call, which is in its last await."""
     request = greedy("r", prompt(1, 20), 3)
     async with paired(tiny_worker("hack")) as nodes:
         events = nodes.decode.decode(DecodeJob(request, "r", 0))

@@ -1,4 +1,4 @@
-"""What goes wrong on a decode node, or on the way to it, fails the requests at fault and not the node."""
+"""Errors on a decode node, or on the way to it, fail the requests at fault and not the node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.pair import PI, GatedCodec, greedy, paired, poisoned, prompt, tiny_wo
 
 
 async def test_nan_in_decode_fails_its_own_request_only() -> None:
-    """A token that decode feeds back has NaN weights on this node: its request ends, its neighbours go on."""
+    """A token that decode feeds back has NaN weights on this node. Its request ends, and its neighbours go on."""
     worker = tiny_worker("hack")
     requests = [greedy(f"r{n}", prompt(n, n), 10) for n in (5, PI, 50)]
     expected = [generate(worker, request) for request in requests]

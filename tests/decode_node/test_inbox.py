@@ -273,7 +273,7 @@ async def test_a_transfer_id_is_reserved_once_and_can_be_reused_when_closed(wire
 @pytest.mark.parametrize("sent", FORMS)
 @pytest.mark.parametrize("here", sorted(CODECS))
 async def test_the_sender_chooses_the_wire_form(wire: Loopback, here: str, sent: str) -> None:
-    """Whatever this node's own setting is: pages rest alike, so it only has to know the form."""
+    """The receiver's own setting does not matter: pages at rest are the same, so it only has to know the form."""
     landed = []
     for name in ("raw", sent):
         async with Decode(wire, here) as node:

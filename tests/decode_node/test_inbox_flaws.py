@@ -1,4 +1,4 @@
-"""Handoffs that are wrong somewhere are refused with the same words on both sides, over every wire of `WIRES`."""
+"""Spoilt handoffs are refused with the same words on both sides, over every wire of `WIRES`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def invent_a_token(items: list[KvFrame | HandoffEnd]) -> None:
 async def test_a_spoilt_handoff_is_refused_with_the_same_words_on_both_sides(
     wire: Loopback, spoil: Callable[[list[KvFrame | HandoffEnd]], None], reason: str, words: str
 ) -> None:
-    """Nothing is committed, and after it the same transfer cannot be tried again on these pages."""
+    """Nothing is committed, and the same transfer cannot be tried again on these pages."""
     async with Decode(wire) as node:
         reservation, items = node.reserve(), planned(node.worker)
         spoil(items)

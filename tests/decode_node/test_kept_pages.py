@@ -1,4 +1,4 @@
-"""Pages that outlive their sequences: whoever holds a page finds in it what its name says, whatever moves meanwhile."""
+"""Pages that outlive their sequences: a held page always has the bytes that its name stands for, whatever moves."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Sequence:
 
 
 class Keeping(RuleBasedStateMachine):
-    """Sequences come, seal, publish and go in any order, beside copies that take their time. A device and a host memory
-    remember what was written where."""
+    """Sequences come, seal, publish and leave in any order, beside copies of any duration. `device` and `memory` model
+    the contents of the page pool and of host memory."""
 
     @initialize(pages=st.integers(1, 8), slots=st.integers(1, 4), places=st.integers(0, 5))
     def start(self, pages: int, slots: int, places: int) -> None:
@@ -60,16 +60,17 @@ class Keeping(RuleBasedStateMachine):
         self.sequences: list[Sequence] = []
         self.saves: list[list[Copy]] = []
         self.torn: dict[int, object] = {}
-        """Page -> what a copy under way reads there: nothing, if it is written meanwhile."""
+        """Page -> the content that a copy under way reads; None if the page is written meanwhile."""
 
     def write(self, page: int, content: object) -> None:
-        """A page gets new bytes."""
+        """Write new content to a page."""
         self.device[page] = content
         self.torn[page] = None
 
     @rule(ids=prompts, salt=st.sampled_from(["", "salt"]), more=st.integers(0, 2))
     def come(self, ids: tuple[int, ...], salt: str, more: int) -> None:
-        """A grant is refused only when pages or slots are short, and then nothing changes. What is held is right."""
+        """A grant is refused only when pages or slots are short, and then nothing changes. Held pages have the right
+        content."""
         names = NAMING.names(ids, salt)
         free, count = self.pool.free_pages, len(names) + more
         cost = self.pool.taken_by(count, names)
@@ -89,7 +90,7 @@ class Keeping(RuleBasedStateMachine):
     @precondition(lambda self: any(sequence.loading for sequence in self.sequences))
     @rule(data=st.data(), works=st.booleans())
     def end_load(self, data: st.DataObject, works: bool) -> None:
-        """Pages are back, or not; then their names are gone, and so is the sequence."""
+        """A load ends. If it failed, the pages lose their names and the sequence ends."""
         sequence = data.draw(st.sampled_from([one for one in self.sequences if one.loading]))
         for copy in sequence.grant.loads:
             self.write(copy.page, self.memory[copy.place] if works else "garbage")
@@ -101,7 +102,7 @@ class Keeping(RuleBasedStateMachine):
     @precondition(lambda self: any(not sequence.loading for sequence in self.sequences))
     @rule(data=st.data(), count=st.integers(0, LONGEST))
     def seal_and_publish(self, data: st.DataObject, count: int) -> None:
-        """Own pages are written, others never. A page of which there is another is given back."""
+        """A sequence writes only pages that it owns. A duplicate of a named page is given back."""
         sequence = data.draw(st.sampled_from([one for one in self.sequences if not one.loading]))
         names = sequence.names[: max(count, sequence.sealed)]
         for index in range(sequence.sealed, len(names)):
@@ -112,7 +113,7 @@ class Keeping(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """A sequence whose pages are still coming keeps them until they are there."""
+        """A sequence that leaves during a load keeps its pages until the load is over."""
         sequence = data.draw(st.sampled_from(self.sequences))
         if sequence.loading:
             sequence.gone = True
@@ -120,7 +121,7 @@ class Keeping(RuleBasedStateMachine):
             self.end(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """Give everything back."""
+        """Give the grant back."""
         self.sequences.remove(sequence)
         others = [one.grant for one in self.sequences]
         free, freed = self.pool.free_pages, self.pool.freed_by([sequence.grant])
@@ -155,7 +156,7 @@ class Keeping(RuleBasedStateMachine):
     @precondition(lambda self: self.saves)
     @rule(data=st.data(), works=st.booleans())
     def end_save(self, data: st.DataObject, works: bool) -> None:
-        """Pages that were written meanwhile have left garbage, which nobody may find."""
+        """The copy of a page that was written meanwhile is garbage, which no sequence may get."""
         copies = self.saves.pop(data.draw(st.integers(0, len(self.saves) - 1)))
         for copy in copies:
             self.memory[copy.place] = self.torn.get(copy.page) if works else None
@@ -163,13 +164,13 @@ class Keeping(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        """Nothing is believed any more."""
+        """All names are dropped."""
         self.pool.forget()
         assert self.pool.kept.known == (0, 0)
 
     @invariant()
     def everything_has_an_owner(self) -> None:
-        """Every page is free or held, and shared only by those to whom it means the same."""
+        """Every page is free or held, and shared only by sequences that need the same content."""
         if not hasattr(self, "pool"):
             return
         held: dict[int, object] = {}
@@ -207,7 +208,7 @@ TestKeeping.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def fill(pool: PagePool, ids: tuple[int, ...]) -> None:
-    """A sequence comes, seals all its pages and goes."""
+    """Let a sequence come, seal all its pages and leave."""
     names = NAMING.names(ids, "")
     grant = pool.take(len(names), names)
     assert grant is not None
@@ -215,14 +216,14 @@ def fill(pool: PagePool, ids: tuple[int, ...]) -> None:
 
 
 def save(kept: KeptPages, most: int) -> int:
-    """Copy pages in no time; returns how many."""
+    """Copy pages at once; return their number."""
     copies = kept.to_save(most)
     kept.saved(copies)
     return len(copies)
 
 
 def held(pool: PagePool, ids: tuple[int, ...]) -> int:
-    """Pages of a prompt that a node has."""
+    """The number of a prompt's pages that the pool has."""
     return len(pool.kept.match(NAMING.names(ids, "")))
 
 

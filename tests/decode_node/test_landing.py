@@ -23,27 +23,27 @@ from tests.pair import TIMEOUT_S, tiny_worker
 
 
 class Gate:
-    """Where a thread stops until a test lets it go on."""
+    """A gate at which a thread waits until a test opens it."""
 
     def __init__(self) -> None:
         self._arrived, self._go_on = threading.Event(), threading.Event()
 
     def stop(self) -> None:
-        """For the thread."""
+        """Wait at the gate (for the thread)."""
         self._arrived.set()
         assert self._go_on.wait(TIMEOUT_S)
 
     async def reached(self) -> None:
-        """For the test."""
+        """Wait until the thread is at the gate (for the test)."""
         assert await asyncio.to_thread(self._arrived.wait, TIMEOUT_S)
 
     def open(self) -> None:
-        """Let it go on."""
+        """Let the thread go on."""
         self._go_on.set()
 
 
 class GatedForm:
-    """A wire form whose decoder stops at a gate."""
+    """A wire form whose decoder waits at a gate."""
 
     name, method = "gated", 200
 
@@ -62,7 +62,7 @@ class GatedForm:
 
 
 class Node:
-    """The pools of a decode node, the strip to them, and frames of sealed pages."""
+    """The pools of a decode node, their landing strip, and frames of sealed pages."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, form: WireForm = RAW) -> None:
         monkeypatch.setattr(landing, "AT_ONCE_BYTES", 0)
@@ -98,7 +98,7 @@ async def test_the_loop_goes_on_while_a_frame_is_decoded(monkeypatch: pytest.Mon
 
 
 async def test_closing_waits_for_no_decoder_and_nothing_is_written_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The frame's decoder runs on; its pages may have a new owner, so it finds the grant closed."""
+    """The decoder of the frame runs on. Its pages may have a new holder, so the write finds the grant closed."""
     form = GatedForm()
     node = Node(monkeypatch, form)
     before, landed = node.bytes(), node.land(node.frames[0])
@@ -130,7 +130,7 @@ async def test_closing_waits_for_a_write_that_has_begun(monkeypatch: pytest.Monk
         await asyncio.sleep(0)
     assert not closing.done()
     assert all(torch.equal(old, new) for old, new in zip(before, node.bytes(), strict=True))
-    landed.cancel()  # whoever waited for the frame is gone; the write is not
+    landed.cancel()  # this ends the wait for the frame, but not the write
     gate.open()
     await closing
     written = node.bytes()

@@ -1,4 +1,4 @@
-"""A decode node lends what a request's room holds of its prompt, for as long as it holds it, to nobody but its peer."""
+"""A decode node lends the pages of a prompt that a reservation holds, while it holds them, and only to its peer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDS = prompt(1, 3 * PI + 5)
 
 @asynccontextmanager
 async def holding(codec: str = "hack") -> AsyncIterator[tuple[Pair, Handoff]]:
-    """A request of which the node holds three pages, and what a prefill node asks that has none of them."""
+    """Nodes with a request of which the decode node holds three pages, and the handoff that asks for all of them."""
     worker = tiny_worker(codec)
     async with paired(worker) as nodes:
         await nodes.serve(greedy("first", IDS, 2))
@@ -50,7 +50,7 @@ def in_form(fingerprint: Fingerprint, form: str) -> Fingerprint:
 @pytest.mark.parametrize("form", sorted(WIRE_FORMS))
 @pytest.mark.parametrize("first", range(3))
 async def test_what_is_asked_for_comes_and_nothing_else(first: int, form: str) -> None:
-    """In the form that the fetcher names; `FrameLedger` accepts exactly the pages that were agreed on."""
+    """Pages come in the form that the fetcher names. `FrameLedger` accepts exactly the agreed pages."""
     async with holding() as (nodes, handoff):
         worker = tiny_worker("hack")
         handoff = replace(handoff, held=HeldKv(first), fingerprint=in_form(handoff.fingerprint, form))
@@ -90,7 +90,7 @@ async def test_other_wishes_are_refused_by_name_and_counted(flaw: str) -> None:
 
 
 async def test_exact_rows_that_are_not_kept_are_not_lent() -> None:
-    """The prompt ends inside the page after the last one that is asked for: no sequence ended where it goes on."""
+    """The fetch asks for fewer pages than the earlier sequence had, and no sequence ended after these pages."""
     async with holding("rot-k3v2") as (nodes, handoff):
         with pytest.raises(HandshakeRefused, match="exact rows are not here with which a prompt goes on after page 1"):
             await anext(nodes.decode.inbox.lend(replace(handoff, num_tokens=2 * PI)))
@@ -106,7 +106,7 @@ async def test_pages_are_lent_to_one_at_a_time() -> None:
 
 
 async def test_lending_ends_with_the_request() -> None:
-    """Its pages may have another owner then, so none of them is read any more."""
+    """After its end the request's pages may have another holder, so none of them is read."""
     worker = tiny_worker("hack")
     async with paired(worker) as nodes:
         await nodes.serve(greedy("first", IDS, 2))

@@ -1,4 +1,4 @@
-"""Pages of a new sequence that lie in host memory."""
+"""Pages of a new sequence that are only in host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOOTPRINT = Footprint(PI, page_bytes=10, wire_page_bytes=10, row_bytes=3, window
 
 
 def test_pages_that_come_back_from_host_memory_stay_taken_until_they_are_there() -> None:
-    """The request that wanted them is over before that; then they are free and can be shared."""
+    """The request ends before its pages have arrived. After that they are free and can be shared."""
     pool = PagePool(3, 2, host_places=3)
     made: DecodeScheduler[str] = DecodeScheduler(pool, FOOTPRINT, SchedulerLimits(10_000, 4, 2 * PI))
     names = NAMING.names((1,) * 2 * PI, "")

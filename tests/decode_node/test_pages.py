@@ -1,4 +1,4 @@
-"""Pages and slots: nobody shares one, everything comes back, and a grant comes back once."""
+"""Pages and slots: no two grants share one, everything comes back, and a grant is given back only once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGES, SLOTS = 12, 4
 
 
 class Pool(RuleBasedStateMachine):
-    """Any sequence of takes and returns, also returns of what is not held."""
+    """Any sequence of takes and returns, including returns of grants that are not held."""
 
     held = Bundle("held")
     returned = Bundle("returned")
@@ -37,14 +37,15 @@ class Pool(RuleBasedStateMachine):
 
     @rule(target=returned, grant=consumes(held))
     def give_back(self, grant: Grant) -> Grant:
-        """What is held can be returned, once."""
+        """A held grant can be returned once."""
         self.pool.give_back(grant)
         self.grants = [other for other in self.grants if other is not grant]
         return grant
 
     @rule(target=held, grant=consumes(held), count=st.integers(0, PAGES))
     def extend(self, grant: Grant, count: int) -> Grant:
-        """More pages behind those there are, same slot; the old grant is not held any more. No room changes nothing."""
+        """A grown grant has more pages after the old ones, in the same slot, and replaces the old grant. Without room
+        nothing changes."""
         room = count <= self.pool.free_pages
         grown = self.pool.extend(grant, count)
         assert (grown is not None) == room
@@ -60,13 +61,13 @@ class Pool(RuleBasedStateMachine):
 
     @rule(grant=returned)
     def give_back_again(self, grant: Grant) -> None:
-        """A second return is refused, also when the same pages and slot have a new holder."""
+        """A second return is refused, even if the same pages and slot have a new holder."""
         with pytest.raises(ValueError, match="not held"):
             self.pool.give_back(grant)
 
     @invariant()
     def everything_has_one_owner(self) -> None:
-        """Held and free add up to the whole, without overlap."""
+        """Held and free pages add up to the pool, without overlap; so do slots."""
         pages = [page for grant in self.grants for page in grant.pages]
         slots = [grant.slot for grant in self.grants]
         assert len(set(pages)) == len(pages) == PAGES - self.pool.free_pages

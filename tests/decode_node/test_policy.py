@@ -1,4 +1,4 @@
-"""Victims are young, the oldest is never one; chunks of a replay keep to pages."""
+"""Victims are young, and the oldest is never one. Chunks of a replay end at page boundaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences that outgrow the node's pages are swapped and brought back, and nobody can tell from their tokens."""
+"""Sequences that outgrow the node's pages are swapped and brought back, and their tokens do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pair import PI, Pair, greedy, paired, prompt, tiny_worker
 
 
 def growing(count: int) -> list[Request]:
-    """Requests that land in one page each and come to three; every second one samples, with penalties."""
+    """Requests that land with one page each and grow to three. Every second one samples, with penalties."""
     requests = [greedy(f"r{i}", prompt(i, PI + 8 + i), 2 * PI - 10) for i in range(count)]
     for i in range(0, count, 2):
         sampling = replace(requests[i].sampling, temperature=0.9, seed=i, frequency_penalty=0.3, repetition_penalty=1.1)
@@ -24,14 +24,14 @@ def growing(count: int) -> list[Request]:
 
 
 async def counts(nodes: Pair) -> dict[str, float]:
-    """The decode node's own account."""
+    """The decode node's statistics."""
     return dict((await nodes.decode.describe()).stats)
 
 
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 async def test_a_node_under_pressure_says_the_same(codec: str) -> None:
-    """Four sequences that want nine pages share five; nothing is computed twice, and everything comes back."""
+    """Four sequences that need nine pages share five. Nothing is computed twice, and everything comes back."""
     worker = tiny_worker(codec)
     requests = growing(4)
     prompts = sum(len(request.prompt_ids) for request in requests)
@@ -56,7 +56,7 @@ async def test_a_node_under_pressure_says_the_same(codec: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_clients_that_leave_at_any_moment_leave_nothing_behind(seed: int) -> None:
-    """Swapped, on the way out or back, in a step: the others get their tokens and every page comes back."""
+    """Clients leave while swapped, during a copy or in a step. Others get their tokens and every page comes back."""
     worker = tiny_worker("hack")
     requests = growing(8)
     turns = prompt(seed, 4)
@@ -81,7 +81,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(seed: int) 
 async def test_a_swap_that_fails_ends_its_request_and_not_the_node(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The machine has no memory for a copy, once."""
+    """One copy fails for lack of memory."""
     worker = tiny_worker("fp16")
     requests = growing(6)
     failures = iter([MemoryError("no memory")])

@@ -1,4 +1,4 @@
-"""A request that another node began goes on here as if nothing had happened, wherever it was cut off."""
+"""A request that another node began goes on here with the same tokens, wherever it was cut off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MORE = 6
 
 
 def request_for(prompt_tokens: int, sampled: bool, max_tokens: int) -> Request:
-    """Greedy, or sampled with everything that looks at the output so far."""
+    """A request that is greedy, or sampled with settings that depend on the output so far."""
     request = greedy("r", prompt(prompt_tokens, prompt_tokens), max_tokens, ignore_eos=True)
     if not sampled:
         return request
@@ -31,14 +31,15 @@ def request_for(prompt_tokens: int, sampled: bool, max_tokens: int) -> Request:
 
 
 async def replayed(nodes: Pair) -> float:
-    """Tokens that the node ran again."""
+    """The number of tokens that the node has replayed."""
     return dict((await nodes.decode.describe()).stats)["hackkv_replayed_tokens_total"]
 
 
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 async def test_it_goes_on_after_any_token_with_the_tokens_of_an_undisturbed_run(codec: str) -> None:
-    """Cut at every kind of place in a page, all at once, beside a request that only decodes. No two share pages."""
+    """Requests are cut at every kind of place in a page. All go on at once, beside a request that only decodes. No two
+    share pages."""
     worker = tiny_worker(codec)
     undisturbed = {
         kind: generate(worker, request_for(*kind, max(CUTS) + MORE)) for kind in product(PROMPTS, (False, True))
@@ -61,7 +62,7 @@ async def test_it_goes_on_after_any_token_with_the_tokens_of_an_undisturbed_run(
             )
         )
         assert (await beside).tokens == generate(worker, bystander)
-        # The last one would have been the next input anyway.
+        # The last emitted token is the next input, also without a replay.
         assert await replayed(nodes) == sum(cut - 1 for _, cut in cuts)
         await nodes.assert_idle()
     for result, tokens, (_, cut) in zip(served, whole, cuts, strict=True):
@@ -69,14 +70,14 @@ async def test_it_goes_on_after_any_token_with_the_tokens_of_an_undisturbed_run(
 
 
 async def test_replays_and_swaps_together_change_nothing() -> None:
-    """Eight pages for what comes to 20."""
+    """Sequences that grow to 20 pages share eight."""
     worker = tiny_worker("hack")
     requests = [greedy(f"r{i}", prompt(i, 10 + i), 3 * PI, ignore_eos=True) for i in range(5)]
     await go_on_in_few_pages(worker, requests, PI, num_pages=8)
 
 
 async def test_a_replay_that_begins_with_another_token_is_refused() -> None:
-    """The prompt's first token is not the one that the client has: its stream cannot go on here."""
+    """Token 0 differs from the one that the client has, so its stream cannot go on here."""
     worker = tiny_worker("hack")
     request = greedy("r", prompt(1, 40), 9)
     first = generate(worker, request)[0].token_id
@@ -104,7 +105,7 @@ async def test_a_replay_that_makes_no_sense_is_refused_at_once(emitted: tuple[in
 
 
 async def test_a_later_epoch_takes_the_place_of_one_that_still_lands() -> None:
-    """The router moved on before this node heard that its first call is over."""
+    """The router has moved on before this node learns that the first call is over."""
     worker = tiny_worker("hack")
     request = greedy("r", prompt(1, 40), 5)
     async with paired(worker) as nodes:

@@ -1,4 +1,4 @@
-"""Whatever arrives, lands, leaves and takes its time: everybody who was admitted ends, and nobody's pages are lost."""
+"""Whatever arrives, lands, leaves or takes long, every admitted sequence ends, and no page is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Schedules(RuleBasedStateMachine):
     """Any interleaving of requests, landings, steps, copies of any duration, and departures."""
 
     shares = False
-    """Whether sequences begin with the same tokens, share pages and leave them behind."""
+    """Whether sequences begin with the same tokens, so that they share pages, which are kept."""
 
     @initialize(
         pages=st.integers(1, 12),
@@ -59,12 +59,12 @@ class Schedules(RuleBasedStateMachine):
         self.names = 0
 
     def page_names(self, token: int, rows: int) -> tuple[PageName, ...]:
-        """The names of a sequence that says the same token all the time."""
+        """The page names of a sequence that repeats one token."""
         return NAMING.names((token,) * rows, "") if self.shares else ()
 
     @rule(prompt=st.integers(1, 30), output=st.integers(2, 30), token=st.integers(0, 1))
     def request(self, prompt: int, output: int, token: int) -> None:
-        """A refusal takes nothing; what could not run alone is refused for good, and nothing else is."""
+        """A refusal takes nothing. Only a sequence that could not run alone is refused for good."""
         limit, free = prompt + output - 1, self.pool.free_pages
         try:
             seat = self.scheduler.admit(self.names, prompt, limit, self.page_names(token, prompt))
@@ -85,19 +85,19 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
     def end_load(self, data: st.DataObject) -> None:
-        """Pages are back from host memory, even if nobody wants them any more."""
+        """Pages have arrived from host memory, even if their sequence has left."""
         self.scheduler.loaded(self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1))))
 
     @precondition(lambda self: self.shares)
     @rule()
     def save(self) -> None:
-        """Pages that nobody holds get a copy in host memory."""
+        """Idle pages get a copy in host memory."""
         self.pool.kept.saved(self.pool.kept.to_save(2))
 
     @precondition(lambda self: any(not seat.loading for seat in self.landing))
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:
-        """The KV of anybody has landed, maybe with tokens to replay."""
+        """The KV of some sequence has landed, possibly with tokens to replay."""
         seat = data.draw(st.sampled_from([seat for seat in self.landing if not seat.loading]))
         self.landing.remove(seat)
         publish(self.pool, seat, self.page_names(self.tokens[seat], seat.rows))
@@ -107,7 +107,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.landing or self.landed)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        """Somebody leaves, wherever they are."""
+        """Some sequence leaves, wherever its KV is."""
         group = data.draw(st.sampled_from([group for group in (self.landing, self.landed) if group]))
         seat = group.pop(data.draw(st.integers(0, len(group) - 1)))
         self.scheduler.leave(seat)
@@ -116,7 +116,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is None)
     @rule()
     def begin_step(self) -> None:
-        """Who is in a step owns what it needs, and nobody else touches it."""
+        """Sequences in a step hold the pages that they need, and no copy touches them."""
         plan = self.scheduler.schedule()
         self.copies += [*plan.leaving, *plan.returning]
         assert len(plan.shares) <= self.max_batch
@@ -142,14 +142,14 @@ class Schedules(RuleBasedStateMachine):
             here = seat.place is Place.DEVICE and seat.pending == 1
             assert not here or (seat.rows + 1) // PI > seat.pages, "pushed out of the batch, and not for its pages"
         skipped = [seat.order for seat in self.landed if seat.place is Place.DEVICE and seat not in shares]
-        # Who only has the place of an older one that waits for pages, or for its part of the replays, gives it back.
+        # A sequence that has the place of an older one, which waits for pages or for replay budget, must give it back.
         self.begun |= {seat for seat in shares if seat.order < min(skipped, default=self.names + 1)}
         self.plan = plan
 
     @precondition(lambda self: self.plan is not None)
     @rule(works=st.booleans())
     def end_step(self, works: bool = True) -> None:
-        """The step is over; who has all their tokens leaves."""
+        """The step is over. Sequences with all their tokens leave."""
         assert self.plan is not None
         self.scheduler.stepped(self.plan.shares, advanced=works)
         for share in self.plan.shares if works else ():
@@ -166,13 +166,13 @@ class Schedules(RuleBasedStateMachine):
         self.scheduler.copied(self.copies.pop(data.draw(st.integers(0, len(self.copies) - 1))))
 
     def holders(self) -> set[Seat[int]]:
-        """Who may hold something."""
+        """The sequences that may hold pages, slots or host memory."""
         in_step = [share.seat for share in self.plan.shares] if self.plan else []
         return {*self.landing, *self.landed, *self.copies, *self.loads, *in_step}
 
     @invariant()
     def everything_is_accounted_for(self) -> None:
-        """Pages, slots and host bytes are held by somebody who is here, or by a step or copy that is not over."""
+        """Pages, slots and host bytes belong to present sequences, or to a step or copy that is not over."""
         if not hasattr(self, "pool"):
             return
         here = self.holders()
@@ -187,7 +187,7 @@ class Schedules(RuleBasedStateMachine):
         assert not self.scheduler.is_roomy or lacking <= self.pool.free_pages
 
     def teardown(self) -> None:
-        """No more requests: everybody ends, in a number of steps that their tokens bound."""
+        """Without new requests every sequence ends, in a number of steps that the number of tokens bounds."""
         if not hasattr(self, "pool"):
             return
         if self.plan is not None:
@@ -219,7 +219,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 class SharedSchedules(Schedules):
-    """The same with sequences of which many begin alike."""
+    """The same schedules with sequences of which many have the same prefix."""
 
     shares = True
 
@@ -231,14 +231,14 @@ TestSharedSchedules.settings = settings(max_examples=150, stateful_step_count=60
 
 
 def landed(made: DecodeScheduler[str], name: str, tokens: int, limit: int, pending: int = 1) -> Seat[str]:
-    """A sequence that may run."""
+    """Admit and land a sequence, which then may run."""
     seat = made.admit(name, tokens, limit)
     made.land(seat, pending)
     return seat
 
 
 def run(made: DecodeScheduler[str], steps: int) -> list[str]:
-    """Run steps with copies that take no time; return who was in the last one."""
+    """Run steps with copies that take no time; return the owners in the last step."""
     names: list[str] = []
     for _ in range(steps):
         plan = made.schedule()
@@ -272,7 +272,7 @@ def test_pages_are_taken_as_they_fill() -> None:
 
 
 def test_the_youngest_leaves_in_time_and_goes_before_every_new_request() -> None:
-    """Its pages are wanted soon, not now: the copy has time. Then it waits until those who are here can go on."""
+    """Its pages are needed soon, so its copy has time. It comes back when the sequences on the device can go on."""
     made, pool = scheduler(pages=8)
     for name in "abc":
         landed(made, name, 2 * PI, 8 * PI)
@@ -328,7 +328,7 @@ def test_replays_share_a_budget_and_decode_goes_on_beside_them() -> None:
         plan = made.schedule()
         rows.append({share.seat.owner: share.rows for share in plan.shares})
         made.stepped(plan.shares, advanced=True)
-    # To the end of the page, then whole pages: what one leaves of the budget is not enough for a page of the other.
+    # Replays run to the end of the page, then in whole pages. The budget that one leaves is less than a page.
     assert rows == [
         {"a": PI - 1, "b": PI - 1, "c": 1},
         {"a": 2 * PI, "c": 1},

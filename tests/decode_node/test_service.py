@@ -27,7 +27,7 @@ LENGTHS = (1, PI - 1, PI, PI + 1, 2 * PI, 70)
     ids=str,
 )
 async def test_prefill_handoff_decode_equals_one_process(codec: str, settings: dict[str, bool]) -> None:
-    """Greedy tokens in FP32, all at once: joining and leaving the batch changes nothing."""
+    """All requests run at once, greedy in FP32. Joining and leaving the batch changes no token."""
     worker = tiny_worker(codec, **settings)
     requests = [greedy(f"r{n}", prompt(n, n), 3 + n % 4) for n in LENGTHS]
     async with paired(worker, decoding=DecodeSettings(max_batch=4)) as nodes:
@@ -79,7 +79,7 @@ async def test_eos_ends_a_sequence_within_the_batch() -> None:
 
 
 async def test_idle_nodes_hold_no_memory_for_rows_of_sequences_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a request that comes afterwards, to slots that were given back, has the answer that it always has."""
+    """A later request in slots whose memory was freed has the same answer."""
     for room in (steps, passes):
         monkeypatch.setattr(room, "REST_S", 0.01)
     forget, given_back = KvMemory.forget_slots, dict[KvMemory, int]()

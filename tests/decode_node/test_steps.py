@@ -1,4 +1,4 @@
-"""What the loop of steps leaves behind when its node has closed."""
+"""The loop of steps leaves nothing behind when its node has closed."""
 
 from __future__ import annotations
 

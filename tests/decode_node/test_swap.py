@@ -1,4 +1,4 @@
-"""What leaves for host memory comes back bit by bit, for every codec of `CODECS`, to other pages and another slot."""
+"""Swapped KV comes back bit-exactly, for every codec of `CODECS`, to other pages and another slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OLD, NEW = Grant((3, 0, 5), 2), Grant((1, 4, 2, 6), 0)
 
 
 def randomized(pools: tuple[Pool, ...]) -> None:
-    """Every byte of the pools becomes random."""
+    """Fill the pools with random bytes."""
     generator = torch.Generator().manual_seed(1)
     for pool in pools:
         for tensor in (*pool.planes.values(), pool.open_k, pool.open_v):
@@ -25,7 +25,7 @@ def randomized(pools: tuple[Pool, ...]) -> None:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """Its bytes: NaN differs from itself."""
+    """The bytes of a tensor, for comparisons: NaN differs from itself."""
     return tensor.contiguous().view(torch.uint8)
 
 

@@ -1,6 +1,6 @@
-"""A prompt goes on where an earlier answer ended: the decode node has its pages. Nobody can tell from the tokens.
+"""A prompt goes on where an earlier answer ended, since the decode node has its pages. Tokens do not change.
 
-Every test asks for the tokens of one process that serves the prompt alone, from the beginning.
+Every test compares with the tokens of one process that serves the prompt alone, from the beginning.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def cold(worker: Worker, ids: tuple[int, ...], tokens: int = PI + 7) -> list[Tok
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_a_conversation_sends_what_is_new_and_says_what_a_cold_run_says(codec: str) -> None:
-    """What travels is less than the new tokens and a page, in FP16."""
+    """The bytes that travel are less than the new tokens and a page take in FP16."""
     worker = tiny_worker(codec)
     ids = prompt(1, 2 * PI + 5)
     async with paired(worker) as nodes:
@@ -80,7 +80,7 @@ async def test_a_conversation_sends_what_is_new_and_says_what_a_cold_run_says(co
             sizes, pages = worker.footprint, before // PI
             assert sent_bytes(served) <= sizes.wire_bytes(len(ids), HeldKv(pages, pages))
             assert sent_bytes(served) <= (len(ids) - before + PI) * sizes.row_bytes
-            # The last token of an answer was chosen and never run.
+            # The last token of an answer was chosen but never run.
             before = len(ids) + len(served.tokens) - 1
             ids += answer(served) + prompt(10 + number, 11)
         assert await stat(nodes, "hackkv_held_hits_total") > 0
@@ -90,13 +90,13 @@ async def test_a_conversation_sends_what_is_new_and_says_what_a_cold_run_says(co
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_pages_come_back_from_host_memory_bit_equal(codec: str) -> None:
-    """A pool of eight pages, in which other requests push the conversation out; its later turn brings it back."""
+    """In a pool of eight pages, other requests push the conversation out. Its later turn brings it back."""
     worker = tiny_worker(codec)
     ids = prompt(1, 4 * PI + 5)
     async with paired(worker, num_pages=8) as nodes:
         first = await turn(nodes, ids, "first")
         async with asyncio.timeout(TIMEOUT_S):
-            while await stat(nodes, "hackkv_held_host_pages") < 5:  # noqa: ASYNC110  # nothing tells of a copy's end
+            while await stat(nodes, "hackkv_held_host_pages") < 5:  # noqa: ASYNC110  # no event reports a copy's end
                 await asyncio.sleep(0)
         for number in range(4):
             await turn(nodes, prompt(20 + number, 4 * PI + 1), f"other{number}", tokens=2)
@@ -133,7 +133,7 @@ async def test_a_node_that_keeps_nothing_is_sent_everything() -> None:
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_nodes_report_the_marks_of_what_they_keep(codec: str) -> None:
-    """The router makes the same ones from tokens. A prefill node with exact pages reports where a prompt can go on."""
+    """The router makes the same marks from tokens. A prefill node with exact pages reports where a prompt can go on."""
     worker, ids = tiny_worker(codec), prompt(1, 3 * PI + 5)
     naming = Naming(PI, worker.fingerprint)
     async with paired(worker, chunk_pages=3) as nodes:
@@ -155,7 +155,7 @@ async def test_where_pages_depend_on_more_than_tokens_nothing_is_held() -> None:
 
 
 async def test_where_decode_reads_some_pages_only_a_prompts_own_pages_are_held() -> None:
-    """Rows of generated tokens are then not those that a prompt would have."""
+    """With such a codec, rows of generated tokens differ from those of a prompt."""
     worker = worker_of(SelectingCodec(0.5))
     ids = prompt(1, 3 * PI + 5)
     async with paired(worker) as nodes:
@@ -179,7 +179,7 @@ async def test_a_salt_separates_tenants() -> None:
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_a_prompt_that_is_held_to_its_last_token(codec: str) -> None:
-    """Nothing but exact rows is left to send; where there are none, a handoff has no frames."""
+    """Only exact rows are left to send. If there are none, a handoff has no frames."""
     worker = tiny_worker(codec)
     ids = prompt(1, 3 * PI)
     alone = cold(worker, ids)
@@ -194,8 +194,8 @@ async def test_a_prompt_that_is_held_to_its_last_token(codec: str) -> None:
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_requests_that_begin_alike_share_pages_while_they_are_swapped(codec: str) -> None:
-    """Four requests of one system prompt come to 11 pages, of which there are 8; apart they would come to 20. They have
-    all landed before any runs, so some have to leave and come back."""
+    """Four requests with one system prompt need 11 pages of the node's 8; without sharing they would need 20. All have
+    landed before any runs, so some have to leave and come back."""
     worker, common = tiny_worker(codec), prompt(1, 3 * PI)
     requests = [greedy(f"r{i}", common + prompt(10 + i, 5 + i), 2 * PI - 4, ignore_eos=True) for i in range(4)]
     decode, begin = held_up(worker)
@@ -222,7 +222,8 @@ async def test_equal_requests_at_once_leave_one_copy_of_each_page() -> None:
 
 @pytest.mark.parametrize("codec", SHARING)
 async def test_another_decode_node_that_holds_more_is_sent_less_of_frames_that_are_there(codec: str) -> None:
-    """No node had room when the prompt was computed, so all of it is in frames. The node named later has two pages."""
+    """No node had room when the prompt was computed, so the frames have all of it. The node named later has two
+    pages."""
     worker = tiny_worker(codec)
     ids = prompt(1, 5 * PI + 3)
     async with paired(worker, chunk_pages=3) as nodes:
@@ -246,7 +247,7 @@ async def test_another_decode_node_that_holds_more_is_sent_less_of_frames_that_a
 
 
 async def test_a_decode_node_that_holds_less_than_the_first_cannot_be_served() -> None:
-    """The router hears that the KV is gone and has the prompt computed again."""
+    """The router learns that the KV is gone, and must have the prompt computed again."""
     worker, ids = tiny_worker(), prompt(1, 3 * PI + 3)
     async with paired(worker) as nodes:
         request = greedy("r", ids, 6)
@@ -297,7 +298,7 @@ async def test_a_replay_goes_on_from_pages_that_are_held(cut: int) -> None:
 
 
 async def test_what_a_client_left_unfinished_is_held_too() -> None:
-    """A stop string is found by the router, which closes the call in the middle."""
+    """The router finds a stop string and closes the call in the middle."""
     worker, ids = tiny_worker(), prompt(1, PI + 3)
     async with paired(worker) as nodes:
         events = await landed(nodes, greedy("r", ids, 4 * PI, ignore_eos=True))
@@ -316,7 +317,7 @@ async def test_what_a_client_left_unfinished_is_held_too() -> None:
 
 
 async def test_a_handoff_that_fails_leaves_nothing_that_could_be_found() -> None:
-    """Frames that landed are not believed before the last of them has."""
+    """Landed frames are not used before the last one has landed."""
     ids = prompt(1, 3 * PI + 3)
     async with paired(tiny_worker()) as nodes:
         decoding = nodes.decode.decode(DecodeJob(greedy("r", ids, 4), "r", 0))

@@ -11,7 +11,7 @@ import pytest
 def _tool(name: str) -> str:
     path = shutil.which(name)
     if path is None:
-        # CI installs it: there, a missing tool is an error and not a reason to look away.
+        # CI installs the tools, so there a missing tool is an error and not a reason to skip.
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{name} is not installed")
     return path
 

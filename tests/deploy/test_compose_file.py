@@ -1,4 +1,4 @@
-"""What docker-compose.yml and the image must agree on; that they work is for `make compose-test` to say."""
+"""docker-compose.yml and the image agree. `make compose-test` tests that they work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboards: as generated, and every query answered by a real Prometheus that scraped a real cluster."""
+"""The dashboards are as generated, and a real Prometheus that scraped a real cluster answers every query."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "the-key-of-these-tests"
 PROMPT = list(range(3, 103))
 SETTLE_S = 30.0
 VARIABLES = {"$__rate_interval": "1m", "$__range": "5m"}
-"""What Grafana puts in their places."""
+"""Variables of Grafana -> the values that it would insert."""
 
 
 class Prometheus:
@@ -50,13 +50,13 @@ class Prometheus:
         self.child = Child(folder, "prometheus", command)
 
     def ask(self, path: str, **query: str) -> Any:
-        """GET one of the API's resources; its data."""
+        """GET one of the API's resources; return its data."""
         answer = httpx.get(f"{self._url}/api/v1/{path}", params=query, timeout=START_S, verify=NO_TLS).json()
         assert answer["status"] == "success", answer
         return answer["data"]
 
     def healthy(self) -> bool:
-        """Whether it is up and its last scrape worked."""
+        """Whether the server is up and its last scrape worked."""
         try:
             ready = httpx.get(f"{self._url}/-/ready", timeout=START_S, verify=NO_TLS).is_success
         except httpx.TransportError:
@@ -75,7 +75,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def monitored(prometheus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A cluster that serves requests, and a Prometheus that sees it."""
+    """A cluster that serves requests, and a Prometheus that scrapes it."""
     folder = tmp_path_factory.mktemp("monitored")
     model = write_tiny(folder / "tiny", Tiny(max_context=512))
     fleet = Fleet(folder / "cluster", model, {"name": "hack"}, {"api_keys": [KEY]}, num_decode=1)
@@ -83,8 +83,8 @@ def monitored(prometheus: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     server = Prometheus(prometheus, folder, api.url.removeprefix("http://"))
     try:
         until(server.healthy, START_S, "Prometheus scrapes the router")
-        # A rate needs two readings that differ, so requests go on until all series have been seen to grow. A series
-        # with labels appears with its first value, which no rate counts: the KV's takes two requests.
+        # A rate needs two different readings, so requests go on until all series have grown. A series with labels
+        # appears with its first value, which no rate counts: that of the KV takes two requests.
         for name in ("vllm:e2e_request_latency_seconds_count", "hackkv_kv_transfer_fp16_bytes_total"):
             grows = f"rate({name}[1m]) > 0"
             until(lambda grows=grows: api.complete(PROMPT) and server.has_data(grows), SETTLE_S, f"{name} grows")  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Recording rules and alerts, judged by Prometheus' own checker."""
+"""Recording rules and alerts pass Prometheus' own checker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
 
 
 def run(*command: str) -> str:
-    """Run a checker; its output. Fails with it if the checker does."""
+    """Run a checker; return its output. If the checker fails, fails with the output."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""What the tests on real processes share."""
+"""Fixtures for tests on real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hackkv.model.tiny import Tiny, write_tiny
 from tests.e2e.processes import Child, hackkv
 
 Start = Callable[..., Child]
-"""Starts `hackkv ARGUMENTS...`; the process is gone when the module's tests are."""
+"""Starts `hackkv ARGUMENTS...`. The process is killed after the module's tests."""
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A whole cluster in one process: the real router over real sockets, real nodes, and the wire of one's choice."""
+"""A whole cluster in one process: the real router over real sockets, real nodes, and any wire."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ async def in_process_cluster(
     workers: int = 1,
     **prefilling: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Run router and nodes on this event loop; yields a client of the router's HTTP API. With more `workers` than one
-    the router is that many processes.
+    """Run a router and nodes on this event loop; yield a client of the router's HTTP API. With more than one of
+    `workers`, the router consists of that many processes.
 
-    Control calls always go over gRPC; `wire` says how KV travels. Nodes register once; the lease outlives a test.
-    `decode_nodes` and `prefill_nodes` get the nodes, for tests that disturb them; `prefilling` is for the latter.
+    Control calls always go over gRPC; `wire` is the wire of the KV. Nodes register once, with a lease longer than any
+    test. The nodes are appended to `decode_nodes` and `prefill_nodes`, for tests that disturb them. `prefilling` are
+    settings of prefill nodes.
     """
     async with contextlib.AsyncExitStack() as stack:
         ready = await stack.enter_async_context(
@@ -79,14 +80,14 @@ async def in_process_cluster(
 
 @contextlib.asynccontextmanager
 async def _several(folder: Path, workers: int) -> AsyncIterator[dict[str, str]]:
-    """Run a router of several processes; yields what it announces."""
+    """Run a router of several processes; yield its announcement."""
     async with router(folder, "lease_ttl_s=3600", f"workers={workers}") as (_, ready):
         yield ready
 
 
 @contextlib.asynccontextmanager
 async def in_process_router(folder: Path) -> AsyncIterator[dict[str, str]]:
-    """Run a router on this event loop; yields what it announces: the addresses `http` and `control`."""
+    """Run a router on this event loop; yield its announcement: the addresses `http` and `control`."""
     stop = asyncio.Event()
     announced = _Announcements()
     config = RouterConfig(listen=ListenConfig(), control=ListenConfig(), model=folder, lease_ttl_s=3600.0)
@@ -139,10 +140,11 @@ async def _decode_node(
 
 
 class _LateParsers(Parsers):
-    """Their process, which takes a second of a core, starts with the first large body and not with the router."""
+    """Parsers whose process starts with the first large body, not with the router. Its start takes a second of a
+    core."""
 
     async def start(self) -> None:
-        """Wait for that body."""
+        """Do nothing: `_do` starts the process."""
 
     async def _do(self, data: Data, job: ParseJob) -> tuple[dict[str, Any], bytes]:
         await super().start()
@@ -156,16 +158,16 @@ class _Announcements:
         self._line: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
 
     def write(self, text: str) -> int:
-        """Take what `print` writes."""
+        """Read the announcement from the output of `print`."""
         if text.strip():
             self._line.set_result(json.loads(text)["ready"])
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: output is not buffered."""
 
     async def first(self, router: asyncio.Task[None]) -> dict[str, str]:
-        """The announcement; raises what the router raised if it failed before."""
+        """Wait for the announcement. Raises the router's error if it fails before."""
         router.add_done_callback(self._router_ended)
         return await self._line
 

@@ -1,6 +1,6 @@
-"""Roles and commands as the operating system sees them: processes with a configuration file, an exit code and a voice.
+"""Roles and commands as processes of the operating system, with a configuration file, an exit code and output.
 
-`until` is the only place in these tests where time passes without an event to wait for.
+Only `until` waits by polling in these tests. All other waits are for events.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.router.processes import NO_TLS, series
 
 START_S = 240.0
 KILL_S = 60.0
-"""Bounds for what hangs. They say nothing of how fast anything is: a machine may be slow and busy."""
+"""Timeouts for processes that hang. They do not test speed: a machine may be slow and busy."""
 ENVIRONMENT = {**os.environ, "GRPC_VERBOSITY": "ERROR"}
 
 
 def until(condition: Callable[[], object], timeout_s: float, what: str) -> float:
-    """Poll until `condition` is true; return the seconds it took. Fails naming `what`."""
+    """Poll until `condition` is true; return the seconds that this took. A failure names `what`."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > timeout_s:
@@ -42,7 +42,7 @@ def until(condition: Callable[[], object], timeout_s: float, what: str) -> float
 
 
 class Child:
-    """A process, what it prints, and what it left behind."""
+    """A process and its output."""
 
     def __init__(self, folder: Path, name: str, command: Sequence[str], stdin: int = subprocess.DEVNULL) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class Child:
         return self._err.read_text(encoding="utf-8")
 
     def ready(self) -> dict[str, str]:
-        """Wait for its announcement."""
+        """Wait for the announcement of the process; return its fields."""
         lines: list[dict[str, str]] = []
 
         def announced() -> bool:
@@ -80,12 +80,12 @@ class Child:
         return found.group()
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its end; return the exit code."""
+        """Wait for the end of the process; return the exit code."""
         return self.process.wait(timeout_s)
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
-        self.process.kill()  # first: a supervised role takes its leave when its standard input ends
+        """Send SIGKILL if the process still runs."""
+        self.process.kill()  # before standard input is closed: a supervised role would drain at its end
         if self.process.stdin:
             self.process.stdin.close()
         self.process.wait(KILL_S)
@@ -97,17 +97,17 @@ def role(folder: Path, kind: str, name: str, settings: dict[str, Any]) -> Child:
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump({"log_level": "warning", **settings}), encoding="utf-8")
     command = hackkv_command(kind, "--config", str(config), "--supervised")
-    # The pipe stays open for as long as we live: `--supervised` ends when it does.
+    # The pipe stays open as long as this process lives. With `--supervised` the role ends when the pipe does.
     return Child(folder, name, command, stdin=subprocess.PIPE)
 
 
 def hackkv(folder: Path, name: str, *arguments: str) -> Child:
-    """Start the command line."""
+    """Start the command `hackkv`."""
     return Child(folder, name, hackkv_command(*arguments))
 
 
 def hackkv_command(*arguments: str) -> tuple[str, ...]:
-    """The command line, run by this interpreter, whatever lies in the current directory (-P)."""
+    """The command `hackkv`, run by this interpreter. -P keeps modules of the current directory out."""
     return (sys.executable, "-P", "-c", "from app.cli import app; app()", *arguments)
 
 
@@ -120,12 +120,12 @@ class Api:
 
     @property
     def nodes(self) -> dict[str, int]:
-        """How many nodes of each role the router counts."""
+        """Role -> number of nodes that the router knows."""
         counted: dict[str, int] = httpx.get(f"{self.url}/ready", timeout=START_S, verify=NO_TLS).json()["nodes"]
         return counted
 
     def complete(self, prompt: Sequence[int] | str, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
-        """One greedy completion; its tokens are under `choices`, its account under `hackkv`."""
+        """Request one greedy completion; return the answer. Tokens are under `choices`, statistics under `hackkv`."""
         fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "return_stages": True}
         body = {"prompt": prompt, "max_tokens": max_tokens, **fixed, **more}
         url = f"{self.url}/v1/completions"
@@ -138,8 +138,8 @@ class Api:
     def asked(
         self, clients: int, prompt: Sequence[int], max_tokens: int, **more: Any
     ) -> Iterator[list[dict[str, Any]]]:
-        """So many clients ask the same again and again until the body ends: a fast cluster is as busy as a slow one.
-        Their answers are complete when the body has ended."""
+        """Let `clients` clients repeat one request until the body ends: so a fast cluster is as busy as a slow one.
+        The list has all answers when the body has ended."""
         answers: list[dict[str, Any]] = []
         enough = threading.Event()
 
@@ -159,7 +159,7 @@ class Api:
         assert not any(thread.is_alive() for thread in threads), "a client still waits for its answer"
 
     def metrics(self) -> dict[str, float]:
-        """`/metrics`, by 'name{labels}'."""
+        """The series of `/metrics`: 'name{labels}' -> value."""
         return series(httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=START_S, verify=NO_TLS).text)
 
 
@@ -191,11 +191,11 @@ class Fleet:
 
     @property
     def router(self) -> Child:
-        """The router that runs now."""
+        """The present router."""
         return self.children[0]
 
     def restart_router(self) -> None:
-        """Start a router at the addresses of the one that was told to end; nodes find it by themselves."""
+        """Wait for the end of the router and start another one at its addresses, where the nodes find it."""
         self.router.wait(KILL_S)
         self.router.kill()
         self.children[0] = self._start_router(http=_port(self.api.url), control=_port(self._control))
@@ -206,7 +206,7 @@ class Fleet:
         return role(self._folder, "router", "router", {**ports, **self._router})
 
     def stop(self) -> None:
-        """Close every standard input, then use force."""
+        """Close the standard input of every process, then kill those that are left."""
         for child in self.children:
             if child.process.stdin:
                 child.process.stdin.close()
@@ -227,13 +227,13 @@ def family(child: Child) -> list[psutil.Process]:
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run; a zombie does not."""
+    """The processes that still run, without zombies."""
     return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
 def check_weight(api: Api, most: float, tokens: int = 4096) -> None:
-    """Judge the counters after one prompt: planes and headers are together at most `most` of FP16, and no token of it
-    was computed twice."""
+    """Check the counters after one prompt. Planes and headers together take at most the share `most` of FP16, and no
+    token was computed twice."""
     rng = random.Random(tokens)
     before = api.metrics()
     api.complete([rng.randrange(3, 300) for _ in range(tokens)], max_tokens=2)
@@ -243,7 +243,7 @@ def check_weight(api: Api, most: float, tokens: int = 4096) -> None:
         return sum(value - before.get(key, 0) for key, value in after.items() if key.partition("{")[0] == name)
 
     def counted() -> bool:
-        """Another process of the router than the one that served may be asked."""
+        """Whether the tokens are counted. The process of the router that is asked may not be the one that served."""
         after.update(api.metrics())
         return grown("hackkv_kv_transfer_tokens_total") >= tokens
 

@@ -1,4 +1,4 @@
-"""Conversations over HTTP: turns go where their pages are, send what is new, and say what a cold run says."""
+"""Conversations over HTTP: turns go to nodes with their pages, send only new KV, and answer like a cold run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def worker(folder: Path, codec: str) -> Worker:
 
 
 def cold(worker: Worker, ids: tuple[int, ...]) -> list[int]:
-    """What one process says that serves the prompt alone."""
+    """The token ids of one process that serves the prompt alone."""
     sampling = Sampling(seed=0, max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     return [token.token_id for token in generate(worker, Request("cold", ids, sampling))]
 
@@ -88,8 +88,8 @@ async def test_so_they_do_through_a_router_of_several_processes(folder: Path, co
 
 
 async def hold_many_conversations(folder: Path, wire: str, codec: str, workers: int) -> None:
-    """First one conversation after another: each later turn finds its pair idle, and all that the turns before it have
-    sealed stays where it is. Then some at once, which may move for the sake of load."""
+    """First run one conversation after another: each later turn finds its nodes idle, and all pages that earlier turns
+    sealed are still there. Then run several at once, which may move to other nodes because of load."""
     made = worker(folder, codec)
     async with in_process_cluster(folder, made, wire, chunk_pages=2, workers=workers) as client:
         for number in (1, 2):
@@ -103,7 +103,7 @@ async def hold_many_conversations(folder: Path, wire: str, codec: str, workers: 
 
 @WORKERS
 async def test_tenants_do_not_share(folder: Path, workers: int) -> None:
-    """The same conversation of two tenants: the second finds nothing of the first."""
+    """Two tenants have the same conversation. The second finds no page of the first."""
     made = worker(folder, "hack")
     async with in_process_cluster(folder, made, "inproc", 2, num_prefill=1, num_decode=1, workers=workers) as client:
         ids = prompt(1, 3 * PI)
@@ -118,7 +118,7 @@ async def test_tenants_do_not_share(folder: Path, workers: int) -> None:
 @ROUTERS
 @pytest.mark.parametrize("codec", in_a_cluster(SHARING))
 async def test_a_conversation_outlives_the_node_that_has_it(folder: Path, codec: str, workers: int) -> None:
-    """Both turns say the same as a cold run: the one under way when its decode node drains, and the one after."""
+    """Two turns answer like a cold run: the one under way when its decode node drains, and the one after."""
     made, nodes = worker(folder, codec), list[DecodeService]()
     async with in_process_cluster(folder, made, "grpc", 2, decode_nodes=nodes, workers=workers) as client:
         ids = prompt(5, 3 * PI + 1)
@@ -142,7 +142,7 @@ async def test_a_conversation_outlives_the_node_that_has_it(folder: Path, codec:
 async def test_another_prefill_node_gets_a_conversation_from_its_decode_node(
     folder: Path, wire: str, workers: int
 ) -> None:
-    """The node that has it stops taking requests. Fetching goes over gRPC on whatever wire."""
+    """The prefill node that has the conversation stops accepting requests. With every wire, fetches go over gRPC."""
     made, nodes, decode = worker(folder, "rot-k3v2"), list[PrefillService](), list[DecodeService]()
     always: dict[str, Any] = {"prefix_fetch": PrefixFetch.ALWAYS, "fetch_s": TIMEOUT_S}
     async with in_process_cluster(
@@ -152,7 +152,7 @@ async def test_another_prefill_node_gets_a_conversation_from_its_decode_node(
         ids += (*await say(client, ids), 7, 8)
         async with asyncio.timeout(TIMEOUT_S):
             while not len(decode[0].inbox.lender.rows):  # noqa: ASYNC110
-                await asyncio.sleep(0)  # nothing tells of a copy's end
+                await asyncio.sleep(0)  # no event reports a copy's end
         for node in nodes:
             if (await node.describe()).marks:
                 await node.drain(0.0)

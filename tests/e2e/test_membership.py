@@ -41,7 +41,7 @@ def paper(
 
 
 def decode_nodes_of(api: Api, requests: int) -> set[str]:
-    """Who served the next few requests."""
+    """The decode nodes that serve the next few requests."""
     return {api.complete(PROMPT)["hackkv"]["decode_node"] for _ in range(requests)}
 
 
@@ -50,20 +50,20 @@ def test_sums_on_the_wire_stay_below_0165_of_fp16(paper: Fleet) -> None:
 
 
 def wait_until_no_page_is_held(api: Api) -> None:
-    """On neither of the two decode nodes."""
+    """Wait until neither of the two decode nodes holds a page."""
     used = [f'hackkv_kv_pages{{node="decode-{i}",role="decode",state="used"}}' for i in range(2)]
     until(lambda: [api.metrics()[name] for name in used] == [0, 0], START_S, "no page is held any more")
 
 
 def generated(api: Api) -> float:
-    """Tokens that the two decode nodes have made, by their last reports."""
+    """The number of tokens that the two decode nodes have generated, by their last reports."""
     metrics = api.metrics()
     return sum(metrics[f'hackkv_generated_tokens_total{{node="decode-{i}"}}'] for i in range(2))
 
 
 SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 70, "maxItems": 70}
 GUIDED = {"guided_json": SCHEMA, "ignore_eos": False}
-"""An answer of some two hundred tokens."""
+"""Settings of an answer of about two hundred tokens."""
 
 
 @pytest.mark.parametrize("more", [{}, pytest.param(GUIDED, marks=pytest.mark.slow)], ids=["free", "guided"])
@@ -80,7 +80,7 @@ def test_a_killed_decode_node_costs_no_token_and_comes_back(paper: Fleet, more: 
         victim.kill()
         until(lambda: paper.api.nodes["decode"] == 1, START_S, "the router drops the dead node")
         until(lambda: any(answer["hackkv"]["attempts"] > 1 for answer in answers), START_S, "another does its work")
-    # Those that were on the dead node were decoded again elsewhere, with the tokens that were out already.
+    # Requests of the dead node were decoded again elsewhere, after the tokens that were sent already.
     assert len(answers) >= 4
     assert all(answer["choices"][0]["token_ids"] == expected for answer in answers)
     again = {answer["hackkv"]["decode_node"] for answer in answers if answer["hackkv"]["attempts"] > 1}
@@ -93,7 +93,7 @@ def test_a_killed_decode_node_costs_no_token_and_comes_back(paper: Fleet, more: 
 
 
 def test_a_killed_prefill_node_costs_nothing(paper: Fleet) -> None:
-    """The prompts that it runs go to another, the requests that it has prefilled go on; no client hears of it."""
+    """Prompts that the node runs go to another one, and requests that it has prefilled go on. No client notices."""
     prompt = PROMPT * 20
     expected = paper.api.complete(prompt, FEW_TOKENS)["choices"][0]["token_ids"]
     victim = paper.node("prefill", "prefill-1")
@@ -111,7 +111,8 @@ def test_a_killed_prefill_node_costs_nothing(paper: Fleet) -> None:
 
 @pytest.mark.slow
 def test_a_restarted_router_finds_its_nodes_again(paper: Fleet) -> None:
-    """Who is being served when it ends is told so; the nodes let go of it and come back; the next request is served."""
+    """A client that is being served when the router ends gets an error. The nodes free its request and register again,
+    and the next request is served."""
     expected = paper.api.complete(PROMPT)["choices"][0]["token_ids"]
     wait_until_no_page_is_held(paper.api)
     before, most = generated(paper.api), 4000
@@ -136,9 +137,9 @@ def test_a_restarted_router_finds_its_nodes_again(paper: Fleet) -> None:
 def test_a_node_that_is_asked_to_stop_costs_nothing(
     paper: Fleet, role: str, others: int, prompt: list[int], drain_s: float
 ) -> None:
-    """It leaves the fleet at once, finishes what it has or lets another node go on with it, and exits with 0.
+    """The node leaves the fleet at once, finishes its requests or lets another node go on with them, and exits with 0.
 
-    A prefill node does so with prompts that it runs or has just run, and with requests that are being decoded.
+    For a prefill node these are prompts that it runs or has just run, and requests that are being decoded.
     """
     expected = paper.api.complete(prompt, ANSWER_TOKENS)["choices"][0]["token_ids"]
     name = f"{role}-{others}"
@@ -170,7 +171,7 @@ def test_a_node_with_other_settings_is_refused_by_name(paper: Fleet) -> None:
 
 @pytest.mark.slow
 def test_nodes_listed_in_the_configuration_need_not_register(paper: Fleet, checkpoint: Path, tmp_path: Path) -> None:
-    """The same nodes, seen by a second router that nobody has registered with."""
+    """A second router, with which no node has registered, uses the same nodes."""
     nodes = {
         "prefill": [paper.prefill.ready()["address"]],
         "decode": [child.ready()["address"] for child in paper.decode],

@@ -1,4 +1,4 @@
-"""The official `openai` client against `hackkv serve`, an API key and all, and the bytes that a prompt weighed."""
+"""The official `openai` client against `hackkv serve` with an API key, and the bytes of a prompt's KV."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def served(
 
 @pytest.fixture(scope="module")
 def api(served: Child) -> Api:
-    """Its HTTP side, with a key."""
+    """The HTTP side of `served`, with a key."""
     return Api(served.serving(), {"Authorization": f"Bearer {API_KEY}"})
 
 
@@ -127,7 +127,7 @@ def test_a_long_prompt_weighs_about_a_quarter_of_fp16(api: Api) -> None:
 def test_ctrl_c_ends_every_process_in_the_middle_of_a_stream(
     request: pytest.FixtureRequest, served: Child, api: Api
 ) -> None:
-    """The last test here: the cluster is gone after it."""
+    """This must be the last test here: it ends the cluster."""
     workers = request.node.callspec.params["served"]
     router = 2 * workers + (workers > 1)
     processes = family(served)

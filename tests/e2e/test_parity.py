@@ -32,7 +32,8 @@ MAX_TOKENS = 6
 CHUNK_PAGES = (1, 2, 8)
 CODECS = (DEFAULT_CODEC, "hack", "fp16")
 BF16_TIE = 0.05
-"""Natural-log units; logits of the tiny model are of order 4, of which BF16 keeps 8 bits through two layers."""
+"""A bound on ties, in natural-log units. Logits of the tiny model are of order 4, and BF16 has 8 bits of precision in
+two layers."""
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ async def test_greedy_tokens_equal_a_single_process_in_fp32(
         for concurrency in (1, 8):
             assert await complete_all(client, cases, concurrency) == expected
         async with asyncio.timeout(PATIENCE_S):
-            # Another process of the router may be asked than the one that served last.
+            # The process of the router that is asked may not be the one that served last.
             while (told := series((await client.get("/metrics")).text))["hackkv_kv_transfer_tokens_total"] < moved:
                 pass
     assert told["hackkv_kv_transfer_tokens_total"] == moved
@@ -120,7 +121,7 @@ async def test_first_divergences_are_ties_in_bf16(folder: Path, codec: str, work
 
 
 def gap(token: Token, other: int) -> float:
-    """How much less likely the reference thought `other` than its own choice, in log-probability."""
+    """The log-probability of the reference's own choice minus that of `other`."""
     by_id = {candidate.token_id: candidate.logprob for candidate in token.top}
     assert token.logprob is not None
     return token.logprob - by_id.get(other, float("-inf"))

@@ -18,14 +18,14 @@ TOKENS, PAGE = 100, 64
 
 
 def stat(fleet: Fleet, name: str) -> float:
-    """The sum of a figure over all nodes, as they last reported."""
+    """The sum of a series over all nodes, by their last reports."""
     return sum(value for key, value in fleet.api.metrics().items() if key.partition("{")[0] == name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True], ids=["lends", "dies"])
 def test_the_next_turn_is_what_a_cold_run_says(checkpoint: Path, tmp_path: Path, dies: bool) -> None:
-    """The decode node lends its pages to a prefill node that has just started, or dies at the second frame of them."""
+    """The decode node lends its pages to a prefill node that has just started, or dies at their second frame."""
     worker = load_worker(ModelConfig(path=str(checkpoint), dtype="float32", threads=1), CodecConfig(name=CODEC))
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump({"rules": [{"at": "decode.lent", "do": "kill", "nth": 2}]}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The opt-in report of a request: every stage and sub-stage is told by the node that spent it."""
+"""The opt-in report of a request: each node reports the stages and sub-stages that it ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hackkv serve` as an operator meets it: how it stops, what it leaves, and what it says when it cannot start."""
+"""`hackkv serve` for operators: it stops cleanly, leaves nothing behind, and says why it cannot start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOUR_S = 3600.0
 
 @contextlib.contextmanager
 def endless(url: str, decode: psutil.Process) -> Iterator[None]:
-    """An answer that has begun and does not end by itself: its decode node stands still."""
+    """An answer that has begun and does not end by itself: its decode node is suspended."""
     with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=START_S) as response:
         assert response.status_code == 200
         next(response.iter_lines())
@@ -52,7 +52,7 @@ def named(name: str, processes: list[psutil.Process]) -> psutil.Process:
 
 @pytest.mark.slow
 def test_a_killed_supervisor_leaves_no_orphan(checkpoint: Path, start: Start) -> None:
-    """Nobody waits for an answer that does not end, nor for the node that owes it."""
+    """No process waits for an answer that does not end, or for the node that owes it."""
     child = start("serve", str(checkpoint), *SMALL, "--port", "0")
     url, processes = child.serving(), family(child)
     assert len(processes) == 6, "the command, the fork server, the router, its parser and two nodes"
@@ -65,7 +65,7 @@ def test_a_killed_supervisor_leaves_no_orphan(checkpoint: Path, start: Start) ->
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_node_that_stands_still(checkpoint: Path, start: Start) -> None:
-    """By force: it does not end by itself, nor does the answer that it owes."""
+    """The node is killed: it does not end by itself, and neither does the answer that it owes."""
     child = start("serve", str(checkpoint), *SMALL, "--port", "0")
     url, processes = child.serving(), family(child)
     with endless(url, named("decode-0", processes)):
@@ -77,7 +77,7 @@ def test_ctrl_c_ends_a_node_that_stands_still(checkpoint: Path, start: Start) ->
 async def test_a_cluster_stops_without_force_and_waits_for_no_answer(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Force would come after an hour, and nodes could drain as long. The third token of decode never comes."""
+    """Processes would be killed after an hour, and nodes may drain as long. The third token of decode never comes."""
     monkeypatch.setattr("app.cluster.STOP_S", HOUR_S)
     faults = tmp_path / "plan.yaml"
     faults.write_text(yaml.safe_dump({"rules": [{"at": "decode.token", "do": "stall", "nth": 3}]}), encoding="utf-8")
@@ -90,7 +90,7 @@ async def test_a_cluster_stops_without_force_and_waits_for_no_answer(
             lines = answer.aiter_lines()
             assert "choices" in await anext(lines)
         assert [child.process.returncode for child in cluster.children] == [0, 0, 0], "none was killed"
-        with contextlib.suppress(httpx.RemoteProtocolError):  # the router was too slow to tell the client why
+        with contextlib.suppress(httpx.RemoteProtocolError):  # the router may be too slow to send the reason
             rest = [line async for line in lines if '"choices"' in line]
             assert len(rest) <= 2, "no more than the first token of prefill and two of decode"
 
@@ -102,7 +102,7 @@ def test_a_node_that_dies_is_started_again_and_requests_wait_for_it(checkpoint: 
     for victim in family(child)[1:]:
         if victim.name() != "router":
             victim.kill()  # the fork server too
-    answer = api.complete([5, 6, 7])  # both roles were filled before, so it waits
+    answer = api.complete([5, 6, 7])  # both roles had nodes before, so the request waits
     assert answer["choices"][0]["token_ids"] == expected
     assert child.err.count("starting it again in 1 s") == 2
 
@@ -134,14 +134,14 @@ async def test_a_router_that_dies_while_the_nodes_start_is_a_clear_error(checkpo
 
 
 def unknown_architecture(folder: Path) -> str:
-    """An architecture that nobody here has heard of."""
+    """An unknown architecture."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     return "NoSuchModel"
 
 
 def missing_tensor(folder: Path) -> str:
-    """One tensor is not in the file."""
+    """A file without one of its tensors."""
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -160,7 +160,7 @@ BROKEN: tuple[Callable[[Path], str], ...] = (unknown_architecture, missing_tenso
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A start that must fail: the process, what is at fault, and the port that it must not open."""
+    """A start that must fail: the process, the name that the error must contain, and the port that must stay closed."""
 
     child: Child
     fault: str
@@ -198,7 +198,7 @@ def test_a_bad_checkpoint_is_one_clear_line_before_any_port_opens(
 def test_a_gpu_that_is_not_there_is_one_clear_line(
     checkpoint: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked for all GPUs where there is none; of a torch with CUDA none may be visible."""
+    """The command asks for all GPUs, and none is visible, even to a torch with CUDA."""
     monkeypatch.setitem(ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setitem(ENVIRONMENT, "TRITON_INTERPRET", "0")
     child = start("serve", str(checkpoint), *SMALL, "--port", "0", "--device", "cuda")
@@ -217,7 +217,7 @@ def test_a_port_in_use_is_a_clear_error(checkpoint: Path, start: Start) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
@@ -227,7 +227,7 @@ def free_port() -> int:
 def test_a_codec_that_spoils_the_model_is_refused_once_and_by_a_lone_node_too(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shipped model, whose answers the paper's own settings spoil."""
+    """The paper's own settings spoil the answers of the shipped model."""
     monkeypatch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path / "cache"))
     child = start("serve", "", *SMALL, "--port", "0", "--codec", "hack-paper")
     assert child.wait(START_S) == 2

@@ -23,7 +23,7 @@ COMMON = [
 
 
 def refusal(capfd: pytest.CaptureFixture[str]) -> str:
-    """What went to standard error, also while a server that was left open is collected."""
+    """The text on standard error, including messages when a server that was left open is collected."""
     gc.collect()
     return capfd.readouterr().err
 

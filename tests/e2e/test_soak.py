@@ -1,4 +1,4 @@
-"""Small doses of `bench.soak` and `bench.fuzz` on one cluster of real processes; the benches take them in full."""
+"""Small runs of `bench.soak` and `bench.fuzz` on one cluster of real processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONSOLE = Console(quiet=True)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the checkpoint goes."""
+    """The folder for the checkpoint."""
     return tmp_path_factory.mktemp("soak") / "tiny"
 
 
@@ -34,7 +34,7 @@ async def small(model: Path) -> AsyncIterator[LocalCluster]:
 
 
 async def test_stages_sum_to_the_clients_time(small: LocalCluster) -> None:
-    """To no more than it, and near it most of the time.
+    """The sum is never more than the client's time, and near it most of the time.
 
     Without the right to real-time scheduling, a busy machine adds waits of its own.
     """

@@ -24,7 +24,7 @@ from tests.schemas import FORMATS, REAL, random_schema
 
 CONCURRENCY = 8
 CHECKER = jsonschema.FormatChecker(["uuid", "ipv4", "email"])
-"""Of `format`, which validators do not assert by themselves."""
+"""Checks the keyword `format`, which validators ignore by default."""
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -47,13 +47,13 @@ MESSAGES = [{"role": "user", "content": "How is the weather in Oslo?"}]
 
 @CHECKER.checks("date", raises=ValueError)
 def _is_date(text: object) -> bool:
-    """RFC 3339, section 5.6, as the next two. Python knows no year 0, whose calendar is that of the year 2000."""
+    """Whether a text is a date of RFC 3339, section 5.6. Python has no year 0, whose calendar is that of 2000."""
     return bool(re.fullmatch(r"\d{4}-\d\d-\d\d", str(text)) and date.fromisoformat(re.sub("^0000", "2000", str(text))))
 
 
 @CHECKER.checks("time", raises=ValueError)
 def _is_time(text: object) -> bool:
-    """Python knows no leap seconds."""
+    """Whether a text is a time of RFC 3339, section 5.6. Python has no leap seconds."""
     form = re.fullmatch(r"(\d\d:\d\d):(\d\d)(?:\.\d+)?(Z|[+-]\d\d:\d\d)", str(text).upper())
     return form is not None and time.fromisoformat(f"{form[1]}:{form[2].replace('60', '59')}{form[3]}") is not None
 
@@ -80,7 +80,7 @@ def test_formats_are_told_apart(form: str, text: str, right: bool) -> None:
 
 @cache
 def worker() -> Worker:
-    """The model that ships along, in FP32: what it says does not depend on what else runs."""
+    """The shipped model in FP32, whose answers do not depend on other requests."""
     return load_worker(ModelConfig(path="", dtype="float32"), CodecConfig())
 
 
@@ -93,9 +93,9 @@ async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, A
 
 
 async def validate(client: httpx.AsyncClient, schemas: Mapping[str, dict[str, Any]]) -> int:
-    """Ask for an instance of each schema. Returns how many answers were cut by `max_tokens`.
+    """Ask for an instance of each schema; return the number of answers that `max_tokens` cut.
 
-    Without a penalty so small a model never ends some of the numbers that it begins.
+    The penalty is needed because so small a model would never end some numbers.
     """
     places = asyncio.Semaphore(CONCURRENCY)
 
@@ -115,7 +115,7 @@ async def validate(client: httpx.AsyncClient, schemas: Mapping[str, dict[str, An
 
 @ROUTERS
 async def test_answers_validate(workers: int) -> None:
-    """Some schemas of every kind; the slow tier has 500."""
+    """A few schemas of every kind. The slow tests have 500."""
     schemas = {**REAL, **{str(seed): random_schema(seed) for seed in range(500, 530)}}
     async with in_process_cluster(SHIPPED, worker(), "inproc", 4, workers=workers) as client:
         assert await validate(client, schemas) <= len(schemas) // 20
@@ -132,7 +132,7 @@ async def test_500_random_schemas_validate(workers: int) -> None:
 
 @ROUTERS
 async def test_a_stream_of_a_guided_request_survives_its_decode_nodes(workers: int) -> None:
-    """The first decode node hands its requests over in the middle; the other goes on with the same tokens."""
+    """The first decode node gives its requests up in the middle. The other goes on with the same tokens."""
     nodes = list[DecodeService]()
     body = {"prompt": "def ", "guided_regex": "([a-z]{4} ){40}[0-9]{2}", "max_tokens": 400, "seed": 3, "n": 3}
     async with in_process_cluster(SHIPPED, worker(), "inproc", 4, decode_nodes=nodes, workers=workers) as client:

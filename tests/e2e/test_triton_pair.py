@@ -1,5 +1,5 @@
 """Both nodes on the Triton backend, on a GPU or interpreted: prefill, wire, decode, swap, replay and failover give the
-tokens of the reference backend. Tests of the nodes hold the same for the processor's kernels."""
+tokens of the reference backend. Other tests check the same for the CPU's kernels."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ pytestmark = pytest.mark.timeout(PATIENCE_S)
 
 
 def workers(codec: str) -> tuple[Worker, Worker]:
-    """A tiny one on Triton, and one with the same weights that computes by the definitions."""
+    """A tiny worker on Triton, and one with the same weights that computes by the definitions."""
     return tiny_worker(codec, layers=1, backend="triton"), tiny_worker(codec, layers=1, backend="reference")
 
 
 def sampled(request: Request, seed: int) -> Request:
-    """With all that looks at the output so far."""
+    """The request, sampled with settings that depend on the output so far."""
     sampling = replace(request.sampling, temperature=0.8, seed=seed, presence_penalty=0.4, repetition_penalty=1.2)
     return replace(request, sampling=replace(sampling, top_p=0.9, min_p=0.01, logprobs=2))
 
 
 async def test_one_request_equals_the_reference() -> None:
-    """One page of the prompt travels sealed; the first token fills the second one, and the next looks at it."""
+    """One page of the prompt travels sealed. The first token fills the second page, and the next token reads it."""
     on_triton, reference = workers("hack")
     request = greedy("r", prompt(1, 2 * PI - 1), 3, ignore_eos=True)
     async with paired(on_triton, timeout_s=PATIENCE_S) as nodes:
@@ -48,8 +48,8 @@ async def test_one_request_equals_the_reference() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", served())
 async def test_swaps_and_replays_equal_the_reference(codec: str) -> None:
-    """Four sequences share five eighths of the pages that they fill: two each, or one if their prompts are evicted but
-    for some rows. All began elsewhere, and two are sampled."""
+    """Four sequences share five eighths of the pages that they need: two each, or one if most rows of their prompts are
+    evicted. All began on another node, and two are sampled."""
     on_triton, reference = workers(codec)
     requests = [greedy(f"r{i}", prompt(i, PI - 3 + i), PI + 6, ignore_eos=True) for i in range(4)]
     requests = [sampled(request, i) if i % 2 else request for i, request in enumerate(requests)]
@@ -69,7 +69,7 @@ async def test_swaps_and_replays_equal_the_reference(codec: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", served())
 async def test_kept_kv_serves_a_second_decode_node(codec: str) -> None:
-    """The first one is lost after some tokens; the prompt is computed once, and its KV is sent again in whole."""
+    """The first node is lost after some tokens. The prompt is computed once, and all of its KV is sent again."""
     on_triton, reference = workers(codec)
     request = greedy("r", prompt(2, PI + 3), 8, ignore_eos=True)
     expected = generate(reference, request)

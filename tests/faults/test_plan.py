@@ -1,4 +1,4 @@
-"""A plan that makes no sense is refused by name; rules strike where, when and as often as they say."""
+"""A plan that makes no sense is refused with a reason. Rules strike where, when and as often as they say."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hackkv.types import DecodeEvent, KvFrame, PlaneSpan, PrefillEvent
 
 
 class Noted:
-    """Hands that only take notes."""
+    """Hands that only record actions."""
 
     def __init__(self) -> None:
         self.did: list[tuple[str, str, float]] = []
@@ -42,7 +42,7 @@ def frame(payload: bytes = bytes(range(64)), transfer_id: str = "t") -> KvFrame:
 
 
 async def hits(rule: FaultRule, moments: int, node: str = "d", seed: int = 0) -> list[int]:
-    """At which of its first moments a rule strikes, from 1."""
+    """The numbers, from 1, of the first `moments` moments at which a rule strikes."""
     hands = Noted()
     injector = Injector(FaultPlan(seed=seed, rules=(rule,)), node, hands)
     struck = []

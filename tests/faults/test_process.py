@@ -26,7 +26,7 @@ async def test_a_flipped_bit_and_cut_streams_are_survived(tmp_path: Path) -> Non
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump(PLAN))
     ports = {"listen": {"port": 0}, "control": {"port": 0}}
-    router = {**ports, "model": str(model), "lease_ttl_s": 15.0}  # a node that is late is not lost
+    router = {**ports, "model": str(model), "lease_ttl_s": 15.0}  # long enough that a slow node is not lost
     worker = {"model": {"path": str(model), "dtype": "float32", "threads": 1}, "faults": str(plan)}
     body = {"prompt": "a flipped bit " * 20, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     cluster_plan = ClusterPlan(router, worker, num_prefill=1, num_decode=2)

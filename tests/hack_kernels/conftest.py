@@ -1,4 +1,4 @@
-"""Which cases of these tests are slow."""
+"""Marks cases of these tests slow."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def prompts_on_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend that is loaded here attends to prompts as formats define it; `triton/test_dense.py` makes its own."""
+    """Let backends that are loaded here compute prompts as formats define it. `triton/test_dense.py` makes its own."""
     monkeypatch.setenv("HACKKV_TRITON_PREFILL", "homomorphic")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU Triton interprets, some thousand times slower."""
+    """Without a GPU, keep one case of each test that Triton interprets: that is thousands of times slower."""
     if not torch.cuda.is_available():
         keep_first(item for item in items if HERE in item.path.parents and _is_interpreted(item))
 

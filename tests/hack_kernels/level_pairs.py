@@ -1,4 +1,4 @@
-"""Kernels for pages of levels beside the definition: what every backend is held to."""
+"""Compares a backend's kernels for pages of levels with the definition. Every backend must pass."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ NARROW = [
     LevelFormat(128, 128, 4, 4, scales=Scales.FP8),
     LevelFormat(64, 64, 8, 3, scales=Scales.FP8),
 ]
-"""Scales in bytes."""
+"""Formats with scales of one byte."""
 WINDOWS = [Window(s, r) for s in range(3) for r in range(3) if s + r < 4]
 Pair = tuple[LevelKernels, LevelKernels]
 
 
 def kernels_of(backend: Backend, fmt: LevelFormat, feedback: Feedback | None = None) -> Pair:
-    """Those of the backend, which must be there, and the definition."""
+    """The kernels of the backend, which must have some, and the definition."""
     both: Pair = (backend.kernels_for(fmt, LevelReference), LevelReference(fmt, CPU))
     assert both[0].served_by == backend.name
     for each in both if feedback is not None else ():
@@ -42,25 +42,26 @@ def kernels_of(backend: Backend, fmt: LevelFormat, feedback: Feedback | None = N
 
 
 def assert_same(ours: Planes, theirs: Planes) -> None:
-    """Names, their order, and bytes."""
+    """Assert that names, their order, and bytes are equal."""
     assert list(ours) == list(theirs)
     for name, plane in theirs.items():
         assert torch.equal(ours[name], plane), name
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Distance from `b`."""
+    """The relative distance of `a` from `b`."""
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def assert_bytes_agree(both: Pair, fmt: LevelFormat, k: Tensor, v: Tensor) -> None:
-    """Full pages of rows [n, Hkv, D], sealed and exported."""
+    """Assert that full pages of rows [n, Hkv, D], sealed and exported, have equal bytes."""
     ids = torch.arange(k.shape[0] // fmt.page_tokens).roll(1)
     assert_same(*(each.export(filled(each, fmt, k, v), ids) for each in both))
 
 
 def assert_extremes_agree(backend: Backend, fmt: LevelFormat, scale: float, feedback: Feedback | None) -> None:
-    """Also of integers, whose quotients are often integers too, and of rows of nearly the largest values."""
+    """Assert equal bytes for rows times `scale`, with rows of nearly the largest values. Some scales take integers,
+    whose quotients are often integers too."""
     rows = random_rows(3, 2, 2 * fmt.page_tokens, HEADS, fmt.head_dim)
     wide = (rows.round() if scale in (300.0, 2.0**-24) else rows) * (65504 if scale == torch.inf else scale)
     k, v = wide.clamp(-65504, 65504).half()
@@ -72,8 +73,8 @@ def assert_extremes_agree(backend: Backend, fmt: LevelFormat, scale: float, feed
 def assert_attention_agrees(
     both: Pair, fmt: LevelFormat, group: int, begins: Sequence[int], heads: int = HEADS
 ) -> None:
-    """Prompts of which rows begins[i].. are new, counted from the end if negative, and decode of the last row; weights
-    near a tie may turn either way."""
+    """Assert that outputs agree for prompts whose rows begins[i].. are new (negative: from the end) and for decode of
+    the last row. They may differ a little: weights near a tie may be rounded either way."""
     pages = fmt.window.pages + 1
     n = pages * fmt.page_tokens + 5
     k, v = (random_rows(seed, n, heads, fmt.head_dim).half() for seed in (1, 2))
@@ -90,7 +91,7 @@ def assert_attention_agrees(
 
 
 def assert_feedback_goes_by_layer_and_head(both: Pair, fmt: LevelFormat) -> None:
-    """A pool of heads 2 and 3 of four; another layer has no feedback."""
+    """Assert that bytes agree for all four heads, for a pool of heads 2 and 3, and for a layer without feedback."""
     k, v = (random_rows(seed, 1, 4, fmt.page_tokens, fmt.head_dim).half() for seed in (1, 2))
     zero = torch.tensor([0])
     for layer, first in ((LAYER, 0), (LAYER, 2), (LAYER + 1, 0)):
@@ -104,7 +105,7 @@ def assert_feedback_goes_by_layer_and_head(both: Pair, fmt: LevelFormat) -> None
 
 
 def assert_pages_move(both: Pair, fmt: LevelFormat) -> None:
-    """From the definition and back, bit-exact, whole and by ranges of heads."""
+    """Assert that pages move from the definition to the backend and back bit-exactly, whole and by ranges of heads."""
     ours, theirs = both
     k, v = (random_rows(seed, 3 * fmt.page_tokens, HEADS, fmt.head_dim).half() for seed in (10, 11))
     wire = theirs.export(filled(theirs, fmt, k, v), torch.tensor([2, 0, 1]))
@@ -119,7 +120,7 @@ def assert_pages_move(both: Pair, fmt: LevelFormat) -> None:
 
 
 def assert_batch_agrees(both: Pair, fmt: LevelFormat, pairs: Sequence[tuple[int, int]], *, decodes: bool) -> None:
-    """Sequences of (rows before, new rows) side by side: several new rows each in prefill, one in decode."""
+    """Assert that outputs agree for a batch of sequences of (rows before, new rows). In decode each has one new row."""
     pi = fmt.page_tokens
     starts, counts = [start for start, _ in pairs], [1 if decodes else count for _, count in pairs]
     ends = [start + count for start, count in zip(starts, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""Formats whose values are read one by one, with their definitions, and pools of them for tests."""
+"""Formats whose values are read one by one, their definitions, and pools for tests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ FORMATS: list[ReadFormat] = [*FLOATS, *GROUPS, *NUQS, *HUFFMANS]
 
 
 def nuq_tables(fmt: NuqFormat, heads: int) -> NuqTables:
-    """Poles as they fall, ranges about zero, the frequencies of a rotary embedding."""
+    """Tables with random poles, ranges around zero, and the frequencies of a rotary embedding."""
     draw = torch.Generator().manual_seed(1)
     k_poles, v_poles = (torch.rand(2**bits, generator=draw).sort().values * 2 - 1 for bits in (fmt.k_bits, fmt.v_bits))
     centre, reach = (torch.rand(heads, fmt.head_dim, generator=draw) * size for size in (1.0, 3.0))
@@ -67,7 +67,7 @@ def nuq_tables(fmt: NuqFormat, heads: int) -> NuqTables:
 
 
 def calibrated(kernels: PageKernels, fmt: ReadFormat, heads: int = 2) -> PageKernels:
-    """`kernels`, with tables if `fmt` has some."""
+    """`kernels`, with tables if `fmt` needs them."""
     if isinstance(fmt, NuqFormat) and fmt.calibrated:
         assert isinstance(kernels, NuqReference | NuqCpu)
         kernels.calibrate(nuq_tables(fmt, heads))
@@ -75,7 +75,7 @@ def calibrated(kernels: PageKernels, fmt: ReadFormat, heads: int = 2) -> PageKer
 
 
 def definition(fmt: ReadFormat) -> ReadingReference:
-    """In torch."""
+    """The definition of `fmt` in torch."""
     if isinstance(fmt, FloatFormat):
         return FloatReference(fmt, CPU)
     if isinstance(fmt, GroupFormat):
@@ -89,19 +89,19 @@ def definition(fmt: ReadFormat) -> ReadingReference:
 
 
 def kernels_of(backend: Backend, fmt: ReadFormat) -> PageKernels:
-    """A backend's, or the definition."""
+    """A backend's kernels for `fmt`, or the definition."""
     make: Callable[[ReadFormat, torch.device], PageKernels] = lambda fmt, _: definition(fmt)  # noqa: E731
     return calibrated(backend.kernels_for(fmt, make), fmt)
 
 
 def unfused(fmt: ReadFormat) -> ReadFormat:
-    """The same with pages that become FP16 rows first."""
+    """The same format without fused reading: pages become FP16 rows first."""
     assert isinstance(fmt, FloatFormat | GroupFormat | NuqFormat | HuffmanFormat)
     return replace(fmt, fused=False)
 
 
 def filled(kernels: PageKernels, fmt: ReadFormat, k: Tensor, v: Tensor) -> Pool:
-    """The full pages of rows [n, Hkv, D] sealed at 0, 1, ..; the rest stands in slot 0."""
+    """A pool with the full pages of rows [n, Hkv, D] sealed at 0, 1, .. and the rest in slot 0."""
     pi, n, heads = fmt.page_tokens, *k.shape[:2]
     full = n // pi
     pool = new_pool(fmt, kernels, CPU, max(full, 1), 1, range(heads))
@@ -120,7 +120,7 @@ def one_span(start: int, count: int, pages: int) -> Spans:
 
 
 def assert_same_bytes(ours: PageKernels, fmt: ReadFormat, heads: int) -> None:
-    """Sealed pages equal the definition's, at all scales, of values between codes and of whole ones, with zeros of both
+    """Assert that sealed pages equal the definition's: at all scales, for fractions and integers, with zeros of both
     signs."""
     theirs, ids = definition(fmt), torch.tensor([1, 0])
     for scale in (0.0, 2.0**-24, 2.0**-14, 1e-3, 1.0, 300.0, 15000.0, math.inf):

@@ -32,7 +32,7 @@ GROUPS = [1, 3, 7]
 
 
 def backends_and_paths() -> list[tuple[str, str]]:
-    """Every backend, and `cpu` once for every instruction set that this processor runs."""
+    """Every backend; `cpu` once for each instruction set that this CPU supports."""
     try:
         isas = supported_isas()
     except BackendUnavailable:
@@ -70,8 +70,8 @@ def quantized_query(fmt: HackFormat, q: Tensor) -> Tensor:
 
 
 def quantized_weights(fmt: HackFormat, p: Tensor) -> tuple[Tensor, Tensor]:
-    """FP64 P^ of one page's weights (largest is 1), and the step of each weight so near a tie that FP32 may round it to
-    the other side (0 elsewhere)."""
+    """FP64 P^ of one page's weights (the largest is 1). Also the quantization step of each weight that is so near a tie
+    that FP32 may round it to the other side, and 0 for other weights."""
     if fmt.arithmetic is Arithmetic.SYMMETRIC:
         low, scale = torch.tensor(0.0, dtype=torch.float64), torch.tensor(1 / 127, dtype=torch.float64)
     else:
@@ -85,8 +85,8 @@ def quantized_weights(fmt: HackFormat, p: Tensor) -> tuple[Tensor, Tensor]:
 def definition(fmt: HackFormat, layer: int, q: Tensor, k: Tensor, v: Tensor, position: int) -> tuple[Tensor, float]:
     """Attention of one query [D] at `position` in FP64: K^, V^ before its page, its own page by the open-page rule.
 
-    Also the largest change of the result that weights near a rounding tie can make. With requantization, K and V end at
-    `position` or with its page: V's codes there are those of all rows of the page.
+    Also returns the largest change of the result that weights near a rounding tie can cause. With requantization, K and
+    V end at `position` or with its page: V's codes there are those of all rows of the page.
     """
     pi = fmt.page_tokens
     own, scaled = position // pi, q * q.shape[0] ** -0.5
@@ -117,7 +117,7 @@ def definition(fmt: HackFormat, layer: int, q: Tensor, k: Tensor, v: Tensor, pos
 
 
 def fill(kernels: HackKernels, fmt: HackFormat, layer: int, k: Tensor, v: Tensor) -> Pool:
-    """Seal the full pages of rows [n, Hkv, D] into a fresh pool; the rest goes to slot 0's open page."""
+    """Seal the full pages of rows [n, Hkv, D] in a new pool. The rest goes to slot 0's open page."""
     pi, n, heads = fmt.page_tokens, k.shape[0], k.shape[1]
     full = n // pi
     pool = empty_pool(kernels, fmt, max(full, 1), heads)
@@ -139,12 +139,12 @@ FORMATS = [
     for a, o in itertools.product(Arithmetic, [OpenPage.EXACT, OpenPage.K_CODES])
 ]
 CASES = [(one, fmt) for one in backends_and_paths() for fmt in (FORMATS[::7] if one[0] == "triton" else FORMATS)]
-"""Every format on every backend; of those that Triton interprets only every seventh."""
+"""Every format on every backend, but only every seventh on Triton, which interprets."""
 
 
 @pytest.mark.parametrize(("backend", "fmt"), CASES, indirect=["backend"], ids=str)
 def test_homomorphic_attention_equals_the_definition(backend: Backend, fmt: HackFormat) -> None:
-    """Every format, at the positions around page boundaries, to 1e-6 relative, plus what ties may turn."""
+    """Each format agrees at positions around page boundaries, to 1e-6 relative plus the effect of ties."""
     n = 2 * fmt.page_tokens + 3
     k, v = (random_rows(seed, n, 1, fmt.head_dim).to(torch.float16) for seed in (1, 2))
     q = random_rows(3, n, 1, fmt.head_dim)
@@ -217,7 +217,7 @@ def test_decode_equals_prefill_row_by_row(backend: Backend, group: int, open_pag
 
 
 def requantized(kernels: HackKernels, fmt: HackFormat, k: Tensor, v: Tensor) -> Pool:
-    """All rows as codes, appended one by one."""
+    """A pool with all rows as codes, appended one by one."""
     pool = empty_pool(kernels, fmt, 4, k.shape[1])
     for i in range(k.shape[0]):
         kernels.requantize(0, pool, one_span(i, 1, 4), k[i : i + 1], v[i : i + 1])

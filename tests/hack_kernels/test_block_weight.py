@@ -1,4 +1,4 @@
-"""Packed weights: the C++ of every instruction set gives the definition's numbers, and one another's bits."""
+"""Packed weights: C++ gives the definition's numbers, and the same bits on every instruction set."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ except BackendUnavailable as error:
 TORCH = Rowwise()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 32), (16, 64), (17, 32), (33, 128), (49, 96), (200, 576)]
-"""Rows and columns: within a tile, whole tiles, tiles with a rest."""
+"""Rows and columns: less than a tile, whole tiles, tiles with a rest."""
 bits_of = pytest.mark.parametrize("bits", WIDTHS)
 
 
@@ -95,7 +95,7 @@ def test_products_are_those_of_the_definition_and_bit_equal_among_instruction_se
     scale, minimum = (numbers(seed, outputs, columns // BLOCK).half() / 2**bits for seed in (4, 5))
     weight = pack(codes, scale, minimum if bits == 4 else None)
     x, bias = numbers(6, 70, columns, dtype=dtype), numbers(7, outputs)
-    x[0], x[1] = 1, 0  # all codes of x are the largest
+    x[0], x[1] = 1, 0  # then all codes of x are the largest code
     x[2, :BLOCK] *= 100
     for added in (None, bias.to(dtype)):
         found = [cpu.CpuBackend(isa, threads=2).rows.product(x, weight, added) for isa in ISAS]

@@ -1,5 +1,5 @@
-"""The definition of a choice against plain arithmetic, and C++ and torch on a device against the definition: the same
-id, always."""
+"""The definition of a choice agrees with plain arithmetic. C++ and torch on a device always choose the definition's
+id."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def rules(draw_from: st.DrawFn) -> ChoiceRules:
 
 @st.composite
 def batches(draw_from: st.DrawFn) -> tuple[Tensor, Tensor | None]:
-    """Logits [B, n] of any dtype and spread, some with many ties or -inf, and masks of which some allow nothing."""
+    """Logits [B, n] of any dtype and spread, some with many ties or -inf, and masks, some of which allow no id."""
     batch, size = draw_from(st.integers(1, 5)), draw_from(st.sampled_from(SIZES))
     generator = torch.Generator().manual_seed(draw_from(st.integers(0, 2**32)))
     x = draw_from(st.sampled_from([0.01, 1.0, 6.0, 60.0])) * torch.randn(batch, size + 3, generator=generator)
@@ -118,7 +118,7 @@ def test_every_instruction_set_and_device_chooses_as_defined(data: st.DataObject
 @pytest.mark.parametrize("size", [4096, 50_001])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 4.0, 30.0])
 def test_large_vocabularies(size: int, spread: float) -> None:
-    """Flat ones, in which most ids are candidates, and peaked ones, for every way to cut them."""
+    """Distributions are flat, with most ids as candidates, or peaked, and are cut in every way."""
     x = spread * torch.randn(8, size, generator=torch.Generator().manual_seed(1))
     cuts = [{}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 3000, "top_p": 0.99}, {"min_p": 0.05}, {"top_p": 0.999999}]
     for index, cut in enumerate(cuts):
@@ -129,7 +129,7 @@ def test_large_vocabularies(size: int, spread: float) -> None:
 
 @every
 def test_equal_logits_are_drawn_evenly_and_in_order(kernels: RowKernels) -> None:
-    """So the id tells the first 16 bits of the uniform number."""
+    """With 2^16 equal logits, the id equals the first 16 bits of the uniform number."""
     x, seeds = torch.zeros(1, 2**16), (0, 7, 2**64 - 1, 2**63)
     for seed in seeds:
         output: list[int] = []
@@ -140,7 +140,7 @@ def test_equal_logits_are_drawn_evenly_and_in_order(kernels: RowKernels) -> None
 
 
 def test_uniform_numbers_are_pinned() -> None:
-    """Nodes of different builds must draw alike: a change here breaks replays during a rolling upgrade."""
+    """Nodes of different builds must draw the same numbers. A change breaks replays during a rolling upgrade."""
     pinned = [0.011546754286331562, 0.5023796042735054, 0.8720734548204873, 0.23494158814525556]
     assert [uniform(0, 0), uniform(0, 1), uniform(7, 0), uniform(2**64 - 1, 0)] == pinned
     assert len({uniform(5, index) for index in range(1000)}) == 1000
@@ -175,7 +175,7 @@ def test_frequencies_follow_the_distribution(cut: dict[str, float]) -> None:
 
 @every
 def test_masked_ids_are_never_chosen(kernels: RowKernels) -> None:
-    """Greedy or drawn, whatever bias they have; a row of -1 masks nothing."""
+    """This holds for greedy and drawn choices and any bias. A row of -1 masks nothing."""
     x = torch.linspace(0, 1, 70).expand(3, 70)
     allowed = torch.tensor([[-1, -1, -1], [0, 1 << 5, 0], [1 << 31, 0, 1]], dtype=torch.int64).int()
     assert unpacked(allowed, 70)[2].nonzero()[0].tolist() == [31, 64]
@@ -193,8 +193,8 @@ def test_masked_ids_are_never_chosen(kernels: RowKernels) -> None:
 @pytest.mark.parametrize("n", [*SIZES, 172, 768, 4096])
 @every
 def test_greedy_takes_the_first_of_the_largest(kernels: RowKernels, n: int, dtype: torch.dtype) -> None:
-    """Also among equals, of which coarse values have many, and where every value is negative; a bias of 0 takes the
-    other path."""
+    """This also holds among equals, of which coarse values have many, and if every value is negative. A bias of 0 takes
+    another code path."""
     generator = torch.Generator().manual_seed(n)
     x = torch.cat([3 * torch.randn(5, n + 3, generator=generator) for _ in range(3)])
     x[5:10], x[10:] = x[5:10].round(), -x[10:].abs()
@@ -211,7 +211,7 @@ def test_greedy_takes_the_first_of_the_largest(kernels: RowKernels, n: int, dtyp
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [torch.nan, -torch.nan, torch.inf])
 def test_what_is_not_finite_is_reported(kernels: RowKernels, broken: float, temperature: float) -> None:
-    """Before any rule, so that a mask hides nothing; a faulty row says so first."""
+    """The report comes before any rule, so that no mask hides it, and takes precedence over `NONE_ALLOWED`."""
     rule = ChoiceRules(seed=0, temperature=temperature, top_k=1)
     for at in (0, 15, 16, 38):
         x = torch.randn(4, 39, generator=torch.Generator().manual_seed(at))
@@ -226,7 +226,7 @@ def test_what_is_not_finite_is_reported(kernels: RowKernels, broken: float, temp
 
 @every
 def test_bars_give_way_where_they_leave_no_id(kernels: RowKernels) -> None:
-    """All of a vocabulary, or all that a mask allows."""
+    """The barred ids are the whole vocabulary, or all that a mask allows."""
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     whole = ChoiceRules(seed=0, temperature=0.0, barred=(0, 1, 2), barred_until=1)
     part = ChoiceRules(seed=0, temperature=0.0, barred=(0, 1), barred_until=1, bias=((0, 5.0),))
@@ -238,7 +238,7 @@ def test_bars_give_way_where_they_leave_no_id(kernels: RowKernels) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_choice_depends_on_its_row_alone(isa: str) -> None:
-    """In any batch, with any number of threads; a call changes no chooser."""
+    """This holds in any batch, with any number of threads. A call changes no chooser."""
     x = 2 * torch.randn(64, 4097, generator=torch.Generator().manual_seed(3))
     each = [
         ChoiceRules(seed=row, temperature=0.9, top_p=0.95, repetition=1.1, top_k=(0, 40)[row % 2]) for row in range(64)
@@ -257,7 +257,7 @@ def test_a_choice_depends_on_its_row_alone(isa: str) -> None:
 @every
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_are_of_the_raw_distribution(kernels: RowKernels, dtype: torch.dtype) -> None:
-    """Also where several are equal, of which the first ones count, and where fewer exist than are asked for."""
+    """Of equal logits the first ones count. If fewer exist than are asked for, all are given."""
     for size in (1, 5, 100, 5000):
         x = (3 * torch.randn(4, size, generator=torch.Generator().manual_seed(size))).round(decimals=1).to(dtype)
         exact = x.double().log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Pages that rest as the rows of codes: coding them anew loses nothing more."""
+"""Pages that rest as FP16 rows of decoded codes: coding them again loses nothing more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 PI, D = 32, 32
 CPU = torch.device("cpu")
 CENTRES = (15, 7, 5, 3)
-"""Of 32, 16, 12 and 8 bins."""
+"""Centres of 32, 16, 12 and 8 bins."""
 
 
 def coded_format(centre: int) -> GroupFormat:
@@ -37,7 +37,7 @@ def stood_for(coder: GroupReference, rows: Tensor) -> Tensor:
     zeros=st.booleans(),
 )
 def test_rows_of_codes_are_coded_as_codes_of_the_same_rows(seed: int, exponent: int, centre: int, zeros: bool) -> None:
-    """From FP16's smallest values, where rounding moves a value as far as a code, to its largest."""
+    """Values range from FP16's smallest, where rounding moves a value by as much as a code, to its largest."""
     generator = torch.Generator().manual_seed(seed)
     rows = (torch.rand(1, PI, D, generator=generator) * 2 - 1) * 2.0 ** torch.arange(exponent, exponent + 1)
     if zeros:

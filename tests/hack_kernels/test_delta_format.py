@@ -1,4 +1,4 @@
-"""Deltas against anchor rows: layout, bounds on errors, and that rows of no other group have a say."""
+"""Deltas against anchor rows: layout, bounds on errors, and independence of other groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ every_format = pytest.mark.parametrize("fmt", DELTAS, ids=str)
 @every_format
 @given(seed=st.integers(0, 2**31), loud=st.floats(1e-7, 65504.0), alike=st.booleans())
 def test_errors_are_at_most_half_a_bin_of_the_delta(fmt: DeltaFormat, seed: int, loud: float, alike: bool) -> None:
-    """Of anchors half of a 127th; whatever the rows are, FP16's largest of both signs among them."""
+    """The error of anchors is at most half of a 127th. Rows are arbitrary and include FP16's largest of both signs."""
     x = random_rows(seed, 2, 1, fmt.page_tokens, fmt.head_dim)
     x[..., :3] *= loud
     rows = (x[..., :1, :] + x * 1e-3 if alike else x).clamp(-65504, 65504).half()
@@ -41,7 +41,7 @@ def test_errors_are_at_most_half_a_bin_of_the_delta(fmt: DeltaFormat, seed: int,
         scale, rounding = planes[f"{name}_scale"].double(), 1e-6 * x.clamp(-65504, 65504).double().abs().amax()
         for where, bound in (
             (fmt.anchors, 1 / (2 * ANCHOR_CENTRE)),
-            (fmt.others, 1 / fmt.side(name).centre),  # what rests is half of the reach
+            (fmt.others, 1 / fmt.side(name).centre),  # half of the reach, in bins of the centre
         ):
             assert bool((error[..., where, :] <= scale[..., where, :] * bound * (1 + 1e-5) + rounding).all())
 
@@ -49,7 +49,7 @@ def test_errors_are_at_most_half_a_bin_of_the_delta(fmt: DeltaFormat, seed: int,
 @every_format
 @given(data=st.data())
 def test_planes_hold_every_code_that_fits(fmt: DeltaFormat, data: st.DataObject) -> None:
-    """Each value of a delta's row is where it was: rows that are whole codes come back as they were."""
+    """No value of a delta row moves: rows that are whole codes come back unchanged."""
     draw = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     kernels, shape = DeltaReference(fmt, CPU), (1, 1, fmt.page_tokens, fmt.head_dim)
     for name in ("k", "v"):
@@ -68,7 +68,7 @@ def test_planes_hold_every_code_that_fits(fmt: DeltaFormat, data: st.DataObject)
 
 @every_format
 def test_constant_and_empty_pages_are_exact(fmt: DeltaFormat) -> None:
-    """Of 0 no scale is 0, which would divide by it; rows that are all alike have no deltas."""
+    """Rows of 0 have a scale other than 0, so nothing is divided by 0. Equal rows have no deltas."""
     kernels = DeltaReference(fmt, CPU)
     for value in (0.0, -0.0, 3.0, -65504.0):
         rows = torch.full((1, 1, fmt.page_tokens, fmt.head_dim), value, dtype=torch.float16)
@@ -78,7 +78,7 @@ def test_constant_and_empty_pages_are_exact(fmt: DeltaFormat) -> None:
 
 @every_format
 def test_a_group_depends_on_its_own_rows_only(fmt: DeltaFormat) -> None:
-    """And on its anchor: another anchor gives other deltas, another row between changes itself alone."""
+    """A group also depends on its anchor, which is one of its rows. Any other row changes only itself."""
     kernels, rows = DeltaReference(fmt, CPU), random_rows(2, 1, 1, fmt.page_tokens, fmt.head_dim).half()
     before = kernels.dequantize("k", kernels.quantize("k", rows))
     for changed, same in ((0, torch.arange(fmt.page_tokens) >= fmt.group), (1, torch.arange(fmt.page_tokens) != 1)):
@@ -90,7 +90,7 @@ def test_a_group_depends_on_its_own_rows_only(fmt: DeltaFormat) -> None:
 
 
 def test_rows_that_resemble_their_anchor_lose_little() -> None:
-    """What the paper counts on: a delta has a smaller reach than its row, and so smaller bins."""
+    """The paper relies on this: a delta has a smaller reach than its row, and so smaller bins."""
     fmt = DELTAS[0]
     kernels, noise = DeltaReference(fmt, CPU), random_rows(3, 1, 1, 32, 64)
     rows = (10 * random_rows(4, 1, 1, 1, 64) + 0.1 * noise).half()
@@ -100,7 +100,7 @@ def test_rows_that_resemble_their_anchor_lose_little() -> None:
 
 @every_format
 def test_attention_reads_what_pages_stand_for(fmt: DeltaFormat) -> None:
-    """Served by the definition on every backend; beside attention over the dequantized rows."""
+    """The definition serves every backend. The comparison is attention over the dequantized rows."""
     kernels = load("auto").kernels_for(fmt, DeltaReference)
     assert kernels.served_by == DEFINITION
     pi, heads = fmt.page_tokens, 2

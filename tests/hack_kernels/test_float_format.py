@@ -1,4 +1,4 @@
-"""Small floating-point numbers: the definition against `ml_dtypes`, and what OCP MX v1.0 and NVFP4 say of scales."""
+"""Small floating-point numbers: the definition agrees with `ml_dtypes`, and scales follow OCP MX v1.0 and NVFP4."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ every_element = pytest.mark.parametrize("element", Element)
 
 
 def oracle_codes(element: Element, x: Tensor) -> Tensor:
-    """What `ml_dtypes` makes of x, clamped to what the element can hold."""
+    """The codes that `ml_dtypes` gives x, clamped to the range of the element."""
     clamped = x.float().clamp(-element.largest, element.largest).numpy()
     return torch.from_numpy(clamped.astype(ORACLE[element]).view(np.uint8))
 
@@ -36,7 +36,7 @@ def oracle_values(element: Element, codes: Tensor) -> Tensor:
 
 
 def codes_without_sign(element: Element) -> Tensor:
-    """All that are numbers."""
+    """All codes of finite numbers without a sign."""
     return torch.arange(element.finite, dtype=torch.uint8)
 
 
@@ -62,7 +62,7 @@ def test_every_code_comes_back_and_means_what_the_oracle_says(element: Element) 
 
 @every_element
 def test_every_fp16_number_gets_the_code_of_the_oracle(element: Element) -> None:
-    """Ties, subnormals, zeros of both signs and what saturates among them."""
+    """The numbers include ties, subnormals, zeros of both signs and values that saturate."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     finite = halves[halves.isfinite()]
     for scale in (1.0, 1 / 3, 2.0**-8):
@@ -81,7 +81,7 @@ def test_ties_go_to_the_even_code(element: Element) -> None:
 @pytest.mark.parametrize("exponent", [*range(-14, 16), -22, -20])
 @every_element
 def test_scales_of_blocks_are_powers_of_two_by_the_largest_exponent(element: Element, exponent: int) -> None:
-    """Of blocks whose largest is a power of two, the number below it, and between."""
+    """The largest value of a block is a power of two, the number below one, or between two powers."""
     fmt, power = FloatFormat(32, element, Scaling.POWER, 8), 2.0**exponent
     rows = torch.zeros(1, 1, 8, 32, dtype=torch.float16)
     rows[0, 0, 0, 3], rows[0, 0, 1, 5] = power, -power * 1.5
@@ -122,7 +122,7 @@ def test_errors_are_at_most_half_a_step_unless_a_value_saturates(
 
 
 def block_scales(fmt: FloatFormat, planes: dict[str, Tensor]) -> Tensor:
-    """What the codes of each value are multiplied by, [..., Π, D] FP64, 1 where it is 0."""
+    """The scale of each value, [..., Π, D] FP64; 1 in place of 0."""
     if fmt.scaling is Scaling.PAGE:
         scale = planes["k_scale"][..., None].double()
         return scale.expand(*scale.shape[:-2], fmt.page_tokens, fmt.head_dim)

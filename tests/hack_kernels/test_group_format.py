@@ -1,4 +1,4 @@
-"""Integer codes in groups: bounds on errors, and what the papers' implementations got wrong."""
+"""Integer codes in groups: bounds on errors, and known mistakes of the papers' implementations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_errors_are_at_most_half_a_step(fmt: GroupFormat, seed: int, loud: float
 
 @pytest.mark.parametrize("fmt", GROUPS, ids=str)
 def test_constant_and_empty_pages_are_exact(fmt: GroupFormat) -> None:
-    """Of 0 no scale is 0, which would divide by it."""
+    """Rows of 0 have a scale other than 0, so nothing is divided by 0."""
     kernels = GroupReference(fmt, CPU)
     for value in (0.0, -0.0, 3.0, -65504.0):
         rows = torch.full((1, 1, fmt.page_tokens, fmt.head_dim), value, dtype=torch.float16)
@@ -38,7 +38,7 @@ def test_constant_and_empty_pages_are_exact(fmt: GroupFormat) -> None:
 
 
 def test_a_group_of_keys_is_several_rows_of_one_channel() -> None:
-    """Flushed row by row, keys would be exact and billed as codes: a group has as many rows as it says."""
+    """A group has the declared number of rows. Keys that are coded row by row would be exact but count as codes."""
     fmt = GroupFormat(64, Grouping(2, 16, by_channel=True), Grouping(2, 64), 32)
     kernels, rows = GroupReference(fmt, CPU), random_rows(1, 1, 1, 32, 64).half()
     planes = kernels.quantize("k", rows)

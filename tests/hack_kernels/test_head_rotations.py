@@ -1,4 +1,4 @@
-"""Rotations of heads: in C++ under every instruction path and in Triton, against their torch form."""
+"""Rotations of heads in C++, on every instruction set, and in Triton agree with their torch form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.hack_kernels.test_rowwise import DTYPES, ISAS, TORCH, rows
 
 @pytest.fixture(params=[*ISAS, "triton"])
 def rotating(request: pytest.FixtureRequest) -> RowKernels:
-    """Of backends that rotate heads themselves."""
+    """The row kernels of each backend with its own rotation of heads."""
     if request.param == "triton":
         found: RowKernels = pytest.importorskip("hack_kernels.triton.backend").TritonBackend(torch.device("cpu")).rows
         return found
@@ -23,7 +23,7 @@ def rotating(request: pytest.FixtureRequest) -> RowKernels:
 @pytest.mark.parametrize(("groups", "heads"), [(1, 1), (1, 6), (3, 3), (2, 14)])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_rotate_heads(rotating: RowKernels, dim: int, groups: int, heads: int) -> None:
-    """Rows that are slices of wider ones, for no row, one and some; within the rounding of a sum in FP32."""
+    """None, one or several rows are slices of wider ones. Results agree within the rounding of a sum in FP32."""
     matrices, shift = rows(20, groups, dim, dim), rows(21, groups, dim)
     for count in (0, 1, 3, 40):
         x = rows(22, count, heads + 2, dim)[:, 1:-1]
@@ -39,10 +39,10 @@ def test_rotate_heads(rotating: RowKernels, dim: int, groups: int, heads: int) -
 
 
 def test_a_rotated_row_does_not_depend_on_its_place(rotating: RowKernels) -> None:
-    """Enough rows for several threads, and rows that lie apart.
+    """There are enough rows for several threads, and they are slices of wider ones.
 
-    Triton's interpreter leaves a dot to numpy's BLAS, which on some processors adds up a row by its place in the tile.
-    Integers have one sum in any order. On a GPU `bench.gpu` checks other numbers.
+    Triton's interpreter uses numpy's BLAS for a dot, whose order of sums depends on a row's place in the tile on some
+    CPUs. Integers have one sum in any order, so they are used there. On a GPU `bench.gpu` checks other numbers.
     """
     wide, matrices, shift = rows(23, 300, 9, 64), rows(24, 2, 64, 64), rows(25, 2, 64)
     if rotating.__class__.__module__.startswith("hack_kernels.triton"):
@@ -60,7 +60,7 @@ def test_a_rotated_row_does_not_depend_on_its_place(rotating: RowKernels) -> Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [64, 80])
 def test_rotate_rows_is_a_rotation_of_each(rotating: RowKernels, dim: int, dtype: torch.dtype) -> None:
-    """To the bit, for no row, one, and rows enough for several threads, of heads that are slices of wider rows."""
+    """Results are bit-equal for no row, one row, and rows for several threads. Heads are slices of wider rows."""
     query, key, value = (rows(26 + nth, groups, dim, dim) for nth, groups in enumerate((3, 3, 1)))
     shift = rows(29, 3, dim)
     for count in (0, 1, 3, 70):
@@ -80,7 +80,7 @@ def test_rotate_rows_is_a_rotation_of_each(rotating: RowKernels, dim: int, dtype
 
 
 def test_a_rotation_of_rows_that_fp16_does_not_hold_is_not_finite(rotating: RowKernels) -> None:
-    """So that whoever writes them finds out, whether a matrix follows or not."""
+    """The kernel that writes the rows then detects it. This holds with and without a second matrix."""
     mean = torch.full((1, 64, 64), 1 / 64)
     x = torch.ones(2, 3, 64)
     x[1, 2, 5] = 7e4
@@ -92,7 +92,7 @@ def test_a_rotation_of_rows_that_fp16_does_not_hold_is_not_finite(rotating: RowK
 
 
 def test_rotations_of_some_heads() -> None:
-    """What stands for all heads stays; `value` may be of all where `key` is not."""
+    """A matrix for all heads stays the same. `value` may be one for all heads even if `key` is not."""
     rotations = HeadRotations(
         rows(31, 4, 2, 2), rows(32, 4, 2, 2), rows(33, 4, 2), rows(34, 1, 2, 2), rows(35, 1, 2, 2)
     )

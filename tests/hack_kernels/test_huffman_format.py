@@ -1,4 +1,4 @@
-"""Error-bounded codes under Huffman codes: the bound, codes for every symbol, rooms that every page fits in, damage."""
+"""Error-bounded codes under Huffman codes: the bound, codes for every symbol, sizes that fit every page, damage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALPHABETS = sorted({HuffmanSide(Unit.TOKEN, scale, 4).symbols for scale in (0.02
 
 
 def step_of(fmt: HuffmanFormat, name: str, planes: dict[str, Tensor]) -> Tensor:
-    """s of every value, as [..., Π, D] or what spreads over it."""
+    """The step s of every value, in a shape that broadcasts to [..., Π, D]."""
     step = planes[f"{name}_step"].double()
     return step[..., None] if fmt.side(name).unit is Unit.TOKEN else step[..., None, :]
 
@@ -43,7 +43,7 @@ def step_of(fmt: HuffmanFormat, name: str, planes: dict[str, Tensor]) -> Tensor:
     seed=st.integers(0, 2**31), loud=st.floats(1e-7, 60000.0), apart=st.floats(-65504.0, 65504.0), flat=st.booleans()
 )
 def test_errors_are_at_most_half_a_step(fmt: HuffmanFormat, seed: int, loud: float, apart: float, flat: bool) -> None:
-    """Of rows about zero and far from it, of any spread; and a step is ρ of the range, unless the page did not fit."""
+    """Rows are near zero or far from it, with any spread. A step is ρ of the range, unless the page did not fit."""
     rows = random_rows(seed, 2, 1, fmt.page_tokens, fmt.head_dim)
     rows = (rows.sign() if flat else rows) * loud + apart
     rows = rows.clamp(-65504, 65504).half()
@@ -69,7 +69,7 @@ def test_a_range_of_zero_is_exact(fmt: HuffmanFormat, value: float) -> None:
 
 
 def test_a_page_that_does_not_fit_takes_the_first_step_with_which_it_does() -> None:
-    """Evenly spread values need the most bits; each rung with less room is one that is printed in `RUNGS`."""
+    """Evenly spread values need the most bits. With less room the step is a later one of `RUNGS`."""
     x = torch.linspace(-1, 1, 64 * 64).view(1, 1, 64, 64).half()
     steps = []
     for room in (8.0, 4.5, 4.0, 3.5, 3.0, 2.0):
@@ -86,7 +86,7 @@ def test_a_page_that_does_not_fit_takes_the_first_step_with_which_it_does() -> N
 
 @pytest.mark.parametrize("symbols", ALPHABETS)
 def test_every_symbol_has_a_code_and_any_bits_are_codes(symbols: int) -> None:
-    """Complete prefix codes of at most 12 bits; the first one codes what a step as large as the range leaves in 2."""
+    """Books are complete prefix codes of at most 12 bits. The first one needs 2 bits for codes of the largest step."""
     books = books_of(symbols)
     assert books.codes.shape == (len(SPREADS), symbols)
     for entries, lookup in zip(books.codes.tolist(), books.lookup.tolist(), strict=True):
@@ -114,7 +114,7 @@ def test_every_symbol_has_a_code_and_any_bits_are_codes(symbols: int) -> None:
 @settings(max_examples=30)
 @given(weights=st.lists(st.integers(1, 10**9), min_size=2, max_size=52), longest=st.integers(6, 12))
 def test_codes_are_the_best_of_their_longest(weights: list[int], longest: int) -> None:
-    """Without a limit Huffman's own algorithm says how good a code can be."""
+    """Without a limit, Huffman's own algorithm gives the least cost."""
 
     def cost(lengths: list[int]) -> int:
         return sum(weight * bits for weight, bits in zip(weights, lengths, strict=True))
@@ -132,7 +132,7 @@ def test_codes_are_the_best_of_their_longest(weights: list[int], longest: int) -
 
 @pytest.mark.parametrize("symbols", ALPHABETS)
 def test_symbols_that_no_book_expects_come_back(symbols: int) -> None:
-    """Each book with every symbol, the rarest included, in each place of a slice."""
+    """Each book codes every symbol, including the rarest, at each place of a slice."""
     books, count = books_of(symbols), SLICES * symbols
     slices = [torch.arange(symbols).roll(turn) for turn in range(SLICES)]
     sent = torch.stack([torch.cat(slices)] * len(SPREADS))
@@ -145,7 +145,7 @@ def test_symbols_that_no_book_expects_come_back(symbols: int) -> None:
 
 @pytest.mark.parametrize("fmt", HUFFMANS, ids=str)
 def test_heads_and_pages_have_the_bytes_that_each_has_alone(fmt: HuffmanFormat) -> None:
-    """So heads can be split over processes, and a page that did not fit changes no other."""
+    """Therefore heads can be split over processes, and a page that does not fit changes no other page."""
     kernels = HuffmanReference(fmt, CPU)
     rows = random_rows(2, 3, 2, fmt.page_tokens, fmt.head_dim).half()
     rows[1, 1] = torch.linspace(-1, 1, fmt.elements).view(fmt.page_tokens, fmt.head_dim)

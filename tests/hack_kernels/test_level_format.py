@@ -1,4 +1,4 @@
-"""What a page of levels may be, and which feedback its kernels take."""
+"""The allowed formats of pages of levels, and the feedback that their kernels accept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BITS = st.sampled_from(LEVEL_BITS)
 @settings(max_examples=60)
 @given(bits=BITS, seed=st.integers(0, 9999), dim=st.sampled_from(HEAD_DIMS), spread=st.sampled_from([0.01, 1.0, 100.0]))
 def test_sums_of_levels_are_exact_for_all_gains_that_are_taken(bits: int, seed: int, dim: int, spread: float) -> None:
-    """So they may be added in any order, with or without fused multiply-adds."""
+    """Therefore sums may be taken in any order, with or without fused multiply-adds."""
     feedback = Feedback(on_grid((random_rows(seed, 1, dim, dim) * spread).triu(1)), torch.ones(1, dim))
     feedback.check(dim)
     generator = torch.Generator().manual_seed(seed)

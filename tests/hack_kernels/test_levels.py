@@ -1,4 +1,4 @@
-"""Pages of levels: the definition against the words of the format, against FP64, and attention against the algebra."""
+"""Pages of levels: the definition agrees with the format's docstring and with FP64, and attention with the algebra."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ HEADS = 2
 
 
 def feedback_of(metric: Tensor) -> Feedback:
-    """Of metric = R^T R [heads, D, D]: the rows of R divided by their diagonal, and the diagonal's squares."""
+    """The feedback of metric = R^T R [heads, D, D]: the rows of R divided by their diagonal, and its squares."""
     root: Tensor = torch.linalg.cholesky(metric.double(), upper=True)
     diagonal = root.diagonal(dim1=-2, dim2=-1)
     return Feedback(on_grid((root / diagonal[..., None]).triu(1).float()), diagonal.square().float())
 
 
 def metrics(seed: int, heads: int, dim: int) -> Tensor:
-    """Positive definite [heads, D, D], with a few strong directions, as second moments of queries have."""
+    """Positive definite matrices [heads, D, D] with a few strong directions, like second moments of queries."""
     factors: Tensor = random_rows(seed, heads, dim // 8, dim)
     return factors.mT @ factors / dim + 0.1 * torch.eye(dim)
 
 
 def scalar_row(row: np.ndarray, bits: int, feedback: Feedback | None, scales: Scales) -> tuple[list[int], np.float16]:
-    """The docstring of the format, one number after another in float32."""
+    """Codes and scale of a row, computed as the format's docstring says, one number after another in float32."""
     f32 = np.float32
     z, half, tiny, x = f32(top_level(bits)), f32(0.5), f32(TINY), row.astype(f32)
     channels = list(range(len(x)))
@@ -140,7 +140,7 @@ def test_codes_lie_in_range_and_scales_are_positive_and_finite(
 
 
 def test_the_largest_rows_have_a_finite_scale() -> None:
-    """Least squares may want a scale beyond FP16 where all channels are nearly as large as FP16 goes."""
+    """If all channels are nearly FP16's largest, the least-squares scale may exceed FP16."""
     rows = torch.full((1, 64), 58950.0).half()
     rows[0, :3] = 65504
     assert float(quantize_rows(rows, 2)[1]) == 65504
@@ -163,7 +163,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(bits: int, scales: Scales, 
 @pytest.mark.parametrize(("bits", "bound"), [(2, 0.36), (3, 0.20), (4, 0.11), (8, 0.011)])
 @pytest.mark.parametrize("scales", Scales)
 def test_the_error_of_normal_rows_is_near_the_least_of_uniform_levels(scales: Scales, bits: int, bound: float) -> None:
-    """Relative to the row: 0.345, 0.193, 0.107 and 0.010 are the least for a normal variable (Max, 1960)."""
+    """Errors are relative to the row. The least for a normal variable are 0.345, 0.193, 0.107, 0.010 (Max, 1960)."""
     rows = random_rows(1, 400, 128).half()
     found = dequantize(bits, *quantize_rows(rows, bits, scales=scales))
     assert float((found - rows).norm() / rows.norm()) < bound
@@ -200,7 +200,7 @@ def test_planes_pack_and_unpack(bits: int, seed: int, name: str, pi: int) -> Non
 
 
 def test_the_order_of_bits_is_pinned() -> None:
-    """Earliest row lowest; of 3 bits the highest stands in a plane of its own."""
+    """The earliest row has the lowest bits. Of 3 bits, the highest is in a separate plane."""
     codes = torch.zeros(32, 64, dtype=torch.uint8)
     codes[:4, 5] = torch.tensor([7, 1, 4, 2])
     k, v = pack_codes("k", 3, codes), pack_codes("v", 3, codes)
@@ -220,7 +220,7 @@ def filled(kernels: LevelKernels, fmt: LevelFormat, k: Tensor, v: Tensor) -> Poo
 
 
 def fill_slot(pool: Pool, slot: int, k: Tensor, v: Tensor) -> None:
-    """What rows [n, Hkv, D] of a sequence leave in its slot; NaN where nothing may look."""
+    """Fill the slot as rows [n, Hkv, D] of a sequence leave it, with NaN where kernels may not read."""
     pi, n = pool.page_tokens, k.shape[0]
     exact = torch.tensor(
         [row for page in (*pool.window.earlier(n // pi), n // pi) for row in range(page * pi, min((page + 1) * pi, n))],
@@ -232,7 +232,7 @@ def fill_slot(pool: Pool, slot: int, k: Tensor, v: Tensor) -> None:
 
 
 def add_row(pool: Pool, number: int, k: Tensor, v: Tensor) -> None:
-    """Row `number` of the sequence in slot 0, k, v [Hkv, D], as decode writes it."""
+    """Write row `number`, k and v [Hkv, D], of the sequence in slot 0, as decode does."""
     at = int(pool.window.at(torch.tensor(number), pool.page_tokens))
     pool.open_k[0, :, at], pool.open_v[0, :, at] = k, v
 
@@ -245,8 +245,8 @@ def one_span(start: int, count: int, pages: int) -> Spans:
 def exact(
     fmt: LevelFormat, q: Tensor, k: Tensor, v: Tensor, at: int, feedback: Feedback | None
 ) -> tuple[Tensor, float]:
-    """FP64 attention of the query q [D] of row `at` over dequantized pages and exact ones in FP16, for one KV head; and
-    how far weights may move it that lie so near a tie that FP32 rounds them to the other side."""
+    """FP64 attention of the query q [D] of row `at`, for one KV head, over dequantized pages and exact ones in FP16.
+    Also the largest change by weights that are so near a tie that FP32 rounds them to the other side."""
     pi, coded = fmt.page_tokens, fmt.window.coded(at // fmt.page_tokens)
     sealed, scaled = slice(coded.start * pi, coded.stop * pi), q * q.shape[0] ** -0.5
     codes, scale = quantize_query(scaled)
@@ -329,7 +329,7 @@ def test_export_and_install_are_bit_exact(bits: int, scales: Scales) -> None:
 
 
 def test_feedback_goes_by_the_layer_and_the_heads_of_the_model() -> None:
-    """A pool of heads 2 and 3 gives the bytes that a pool of all four has there; other layers have no feedback."""
+    """A pool of heads 2 and 3 has the same bytes as a pool of all four. Other layers have no feedback."""
     fmt, kernels = LevelFormat(64, 32, 2, 2), LevelReference(LevelFormat(64, 32, 2, 2), CPU)
     kernels.set_feedback(1, feedback_of(metrics(5, 4, 64)))
     k, v = (random_rows(seed, 1, 4, 32, 64).half() for seed in (1, 2))

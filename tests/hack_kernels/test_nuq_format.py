@@ -1,4 +1,4 @@
-"""Non-uniform levels: bounds on errors, outliers that stay what they are, keys before the rotary embedding."""
+"""Non-uniform levels: bounds on errors, exact outliers, and keys before the rotary embedding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def vectors(fmt: NuqFormat, name: str, rows: Tensor) -> Tensor:
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), loud=st.floats(1e-6, 10000.0))
 def test_errors_are_at_most_the_way_to_the_nearest_level(fmt: NuqFormat, seed: int, loud: float) -> None:
-    """And that is at most half a gap between levels, or from the last level to the end of the range."""
+    """That distance is at most half a gap between levels, or that from the last level to the end of the range."""
     kernels, rows = NuqReference(fmt, CPU), random_rows(seed, 2, 1, fmt.page_tokens, fmt.head_dim)
     rows[..., :3] *= loud
     rows = rows.clamp(-65000, 65000).half()
@@ -71,7 +71,7 @@ def test_an_outlier_costs_the_others_of_its_vector_nothing() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_levels_without_calibration_are_those_of_a_cut_normal_distribution(bits: int) -> None:
-    """No other levels lose less on average: each is the mean of what is nearest to it."""
+    """These levels have the least mean error: each is the mean of the values nearest to it."""
     poles = torch.tensor(normal_poles(bits), dtype=torch.float64)
     assert torch.equal(poles, -poles.flip(0))
     x = torch.linspace(-1, 1, 200_001, dtype=torch.float64)
@@ -85,7 +85,7 @@ def test_levels_without_calibration_are_those_of_a_cut_normal_distribution(bits:
 
 @pytest.mark.parametrize("fmt", KNOWN, ids=str)
 def test_keys_rest_as_they_were_before_the_rotary_embedding(fmt: NuqFormat) -> None:
-    """Keys that are the same level of each channel until they are rotated: rows of all pages are found again."""
+    """Before rotation, all keys are one level of each channel. Rows of all pages come back."""
     pages, pi, heads = 3, fmt.page_tokens, 2
     tables, kernels = nuq_tables(fmt, heads), definition(fmt)
     middle, reach = (each[..., 0] for each in middles(tables.k_range.transpose(0, 1)))

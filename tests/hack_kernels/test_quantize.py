@@ -66,7 +66,7 @@ def test_fp16_rounding_brackets_the_value(value: float) -> None:
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_stochastic_rounding_is_unbiased_to_2_to_the_minus_17_of_a_step(bits: int) -> None:
-    """The mean over every number that a block can give. FP32 holds `steps` to 2^-21 where they are near 2^4."""
+    """The mean is over every number that a block can give. FP32 has `steps` to 2^-21 if they are near 2^4."""
     noise = (torch.arange(2**16).float() + 0.5) * 2.0**-16
     x = rows(3, (65, 32))
     for row in x:
@@ -95,7 +95,7 @@ def test_a_value_on_a_level_keeps_its_code_whatever_the_number(bits: int) -> Non
 
 
 def test_numbers_of_a_block_are_uniform_and_uncorrelated() -> None:
-    """Within five standard deviations, every pair of channels that share a block, K's and V's neighbour included."""
+    """Bounds are five standard deviations, for every pair of channels that share a block, also between K and V."""
     tokens = 2**14
     positions = torch.arange(tokens)
     where = Coordinates(1, 0, positions)
@@ -119,7 +119,7 @@ def test_channels_share_blocks_in_the_order_that_is_pinned() -> None:
 
 
 def test_philox_matches_the_published_vectors() -> None:
-    """Known answers of Random123's `kat_vectors`, philox4x32 with 10 rounds."""
+    """The vectors are known answers of Random123's `kat_vectors`, philox4x32 with 10 rounds."""
     ones = 0xFFFFFFFF
     pi = ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0))
     known = [
@@ -133,7 +133,7 @@ def test_philox_matches_the_published_vectors() -> None:
 
 
 def test_noise_depends_on_coordinates_only() -> None:
-    """A part of the rows or of the heads has the numbers that it has in the whole."""
+    """A part of the rows or heads gets the same numbers as within the whole."""
     positions = torch.arange(100, 164)
     where = Coordinates(2, 0, positions)
     whole = uniform(11, where, 3, 32, Tensors.V)

@@ -1,4 +1,4 @@
-"""Attention over uncompressed pages: every instruction path of the processor against the definition in torch."""
+"""Attention over uncompressed pages: every instruction set of the CPU against the definition in torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def backend(request: pytest.FixtureRequest) -> cpu.CpuBackend:
 
 
 class Case:
-    """Sequences of given lengths, pages in shuffled order; rows from the last full page on stand in open pages too."""
+    """Sequences of given lengths, with pages in shuffled order. Rows from the last full page on are also in open
+    pages."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class Case:
         return backend.kernels_for(self.fmt, RowReference)
 
     def pool(self, kernels: PageKernels, begins: list[int]) -> Pool:
-        """All full pages, and in slot b the rows before `begins[b]` that the window keeps there: those of page
-        `begins[b] // Π` at least."""
+        """A pool with all full pages. Slot b has the rows before `begins[b]` that the window keeps: at least those of
+        page `begins[b] // Π`."""
         pi, fmt = self.page_tokens, self.fmt
         pool = new_pool(fmt, kernels, CPU, sum(n // pi for n in self.lengths) + 1, len(begins), range(HEADS))
         for b, (n, begin) in enumerate(zip(self.lengths, begins, strict=True)):
@@ -85,7 +86,7 @@ class Case:
         return kernels.attend(0, self.pool(kernels, begins), spans, Rows(q, *new))
 
     def decode(self, backend: Backend, q: Tensor) -> Tensor:
-        """The query is the last row; where it fills a page, that page still stands whole in the open one."""
+        """Decode with the last row as query. If it fills a page, that page is still whole in the open page."""
         pi, batch = self.page_tokens, len(self.lengths)
         kernels = self.kernels(backend)
         pool = self.pool(kernels, [n - 1 for n in self.lengths])
@@ -107,7 +108,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 def test_rows_agree_with_the_reference(
     backend: cpu.CpuBackend, page_tokens: int, head_dim: int, group: int, dtype: torch.dtype
 ) -> None:
-    """Ragged lengths around page boundaries, queries that begin inside a page, one long enough to be split."""
+    """Lengths are around page boundaries, queries begin inside a page, and one sequence is long enough to be split."""
     pi = page_tokens
     case, reference = Case(page_tokens, head_dim, [1, pi, pi + 1, 9 * pi + 5], dtype), load("reference")
     assert case.kernels(backend).served_by == "cpu"
@@ -123,7 +124,7 @@ def test_rows_agree_with_the_reference(
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", sorted(BACKENDS))
 def test_a_window_changes_where_rows_lie_and_no_output(name: str, dtype: torch.dtype, window: Window) -> None:
-    """Beside the definition without one, in prefill and in decode; on Triton the kernel is interpreted."""
+    """The comparison is the definition without a window, in prefill and decode. Triton's kernel is interpreted."""
     pi, lengths, begins = 32, [1, 32, 33, 9 * 32 + 5, 4 * 32], [0, 3, 32, 8 * 32 + 2, 2 * 32]
     case, plain = Case(pi, 64, lengths, dtype, window), Case(pi, 64, lengths, dtype)
     if name == "triton":

@@ -1,4 +1,4 @@
-"""Operations on single rows in C++, under every instruction path, against their torch form."""
+"""Operations on single rows in C++, on every instruction set, against their torch form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def flags(count: int) -> Tensor:
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [1, 15, 16, 172, 768]
-"""Columns: within a vector, whole vectors, and vectors with a rest."""
+"""Columns: less than a vector, whole vectors, and vectors with a rest."""
 
 
 @pytest.fixture(params=ISAS)
@@ -37,7 +37,7 @@ def kernels(request: pytest.FixtureRequest) -> RowKernels:
 
 @pytest.fixture(params=[*ISAS, "triton"])
 def fused(request: pytest.FixtureRequest) -> RowKernels:
-    """Of backends that compute these operations themselves."""
+    """The row kernels of each backend with its own kernels for these operations."""
     if request.param == "triton":
         found: RowKernels = pytest.importorskip("hack_kernels.triton.backend").TritonBackend(torch.device("cpu")).rows
         return found
@@ -49,7 +49,7 @@ def rows(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def assert_close(found: Tensor, exact: Tensor) -> None:
-    """Within one rounding to the dtype of what FP64 gives, and a few of FP32."""
+    """Assert that `found` is FP64's result within one rounding to the dtype and a few of FP32."""
     step = torch.finfo(found.dtype).eps
     assert bool(((found.double() - exact).abs() <= (step / 2 + 2e-6) * exact.abs() + 1e-7).all())
 
@@ -93,7 +93,7 @@ def test_gate(fused: RowKernels, n: int, dtype: torch.dtype) -> None:
 
 
 def test_what_is_not_a_number_stays_none(fused: RowKernels) -> None:
-    """The codec and the sampler find broken values: nothing before them may lose one."""
+    """The codec and the sampler detect broken values, so no operation before them may lose one."""
     for at in (0, 3, 17):
         x = rows(7, 2, 36)
         x[1, at] = torch.nan
@@ -119,7 +119,7 @@ def test_a_row_does_not_depend_on_its_place(fused: RowKernels, columns: int) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (15, 7), (64, 172), (172, 65), (576, 960)])
 def test_product(kernels: RowKernels, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    """Within the rounding of a sum in FP32, for one row, some, and more than an item has."""
+    """Results agree within the rounding of a sum in FP32, for one row, several, and more than a work item has."""
     weight, bias = rows(15, outputs, inputs, dtype=dtype), rows(16, outputs, dtype=dtype)
     for count in (0, 1, 3, 70):
         x = rows(17, count, inputs, dtype=dtype)
@@ -134,7 +134,7 @@ def test_product(kernels: RowKernels, inputs: int, outputs: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(172, 64), (1024, 1376)])
 def test_a_product_depends_on_its_row_alone(kernels: RowKernels, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    """The same bits for any batch, any place in it, any number of threads and rows that lie apart."""
+    """The bits are the same for any batch, any place in it, any number of threads, and rows that lie apart."""
     apart, weight = rows(18, 260, 2 * inputs, dtype=dtype), rows(19, outputs, inputs, dtype=dtype)
     x = apart[:, :inputs]
     whole = kernels.product(x, weight)
@@ -151,11 +151,11 @@ def test_a_product_depends_on_its_row_alone(kernels: RowKernels, inputs: int, ou
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(st.integers(1, 70), st.integers(1, 100), st.integers(1, 140), st.integers(0, 3))
 def test_products_of_any_shape(dtype: torch.dtype, isa: str, count: int, inputs: int, outputs: int, skip: int) -> None:
-    """Weights that begin anywhere, tiles that are not whole, and a row that is no number, which stays the only one."""
+    """Weights begin at any address and tiles may be partial. NaN in one row stays in that row."""
     kernels = cpu.CpuBackend(isa, threads=2).rows
     apart, around = rows(20, count, inputs + skip, dtype=dtype), rows(21, outputs * inputs + skip + 40, dtype=dtype)
     x, end = apart[:, skip:], skip + outputs * inputs
-    around[end:] = torch.nan  # what lies behind a weight is not multiplied
+    around[end:] = torch.nan  # memory behind a weight is not multiplied
     weight = around[skip:end].view(outputs, inputs)
     found = kernels.product(x, weight)
     exact, size = x.float() @ weight.float().T, x.float().abs() @ weight.float().abs().T
@@ -184,7 +184,7 @@ def decode_spans(positions: list[int], slots: list[int]) -> Spans:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [6, 64])
 def test_append_is_bit_equal(fused: RowKernels, head_dim: int, dtype: torch.dtype) -> None:
-    """Rows are slices of Q, K and V; sequences stand in any order of slots, at the ends of pages and inside."""
+    """Rows are slices of Q, K and V. Sequences use slots in any order, and end at or inside page boundaries."""
     qkv, spans = rows(11, 4, 7, head_dim, dtype=dtype), decode_spans([0, 31, 32 * 9 + 7, 63], [5, 0, 2, 3])
     k, v = qkv[:, 3:5], qkv[:, 5:]
     k[0, 0, 0], v[3, 1, 1] = 65504.0 if dtype is not torch.bfloat16 else 65280.0, 1e-7
@@ -200,7 +200,7 @@ def test_append_is_bit_equal(fused: RowKernels, head_dim: int, dtype: torch.dtyp
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf, 7e4])
 @pytest.mark.parametrize("tensor", [0, 1])
 def test_a_row_that_is_not_finite_is_flagged_and_not_written(fused: RowKernels, tensor: int, broken: float) -> None:
-    """The others are written as if it were not there; a flag that is set stays set."""
+    """The other rows are written as without it. A flag that is set stays set."""
     given = rows(12, 2, 3, 2, 24)
     given[tensor, 2, 1, 23] = broken
     spans = decode_spans([1, 2, 3], [0, 1, 2])
@@ -218,8 +218,8 @@ def test_a_row_that_is_not_finite_is_flagged_and_not_written(fused: RowKernels, 
 
 @pytest.mark.parametrize("window", [Window(), Window(1, 2), Window(2, 0), Window(0, 2)], ids=str)
 def test_append_finds_the_place_of_a_window(fused: RowKernels, window: Window) -> None:
-    """Pages among the sinks, in the ring and when it comes round. A row at fault stays out among others, and one
-    that has the same slot is written all the same."""
+    """Pages are sinks, in the ring, or in the ring after it wraps. A faulty row is not written, and another row in the
+    same slot is written all the same."""
     pi, numbers = 16, [0, 15, 16, 33, 48 + 7, 16 * 64 + 1, 16 * 65 + 2, 16 * 66 + 15, 4]
     slots = [*range(7, -1, -1), 7]
     qkv, spans = rows(40, len(numbers), 10, 32, dtype=torch.bfloat16), decode_spans(numbers, slots)
@@ -254,7 +254,7 @@ def test_narrow_is_bit_equal(kernels: RowKernels, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf, 7e4])
 @pytest.mark.parametrize("tensor", [0, 1])
 def test_a_prompt_at_fault_is_flagged_and_its_row_is_zeros(kernels: RowKernels, tensor: int, broken: float) -> None:
-    """Other rows are as if it were not there; a flag that is set stays set."""
+    """Other rows are as without it. A flag that is set stays set."""
     given = rows(16, 2, 9, 2, 24)
     for row, span in ((0, 0), (3, 0), (4, 1), (8, 3)):
         broken_in = given.clone()

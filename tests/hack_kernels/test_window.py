@@ -1,4 +1,4 @@
-"""The window: which pages are exact, and that a slot has a place for each of them."""
+"""The window: its exact pages, each of which has a place in the slot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_page_is_seen_once_as_the_words_say(window: Window, page: int) -> 
 
 @given(window=windows, page=st.integers(0, 99))
 def test_exact_pages_have_places_of_their_own(window: Window, page: int) -> None:
-    """Of the query's own page too; and the page that enters next takes the place of one that nobody sees any more."""
+    """So has the query's own page. The page that enters next takes the place of one that no query sees any more."""
     places = [window.place(g) for g in (*window.earlier(page), page)]
     assert len(set(places)) == len(places)
     assert set(places) <= set(range(window.pages))

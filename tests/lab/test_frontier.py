@@ -27,7 +27,7 @@ LAYERS, HEADS, DIM = 30, 3, 64
 
 
 def definite(generator: torch.Generator, count: int = 1) -> Tensor:
-    """[count, HEADS, DIM, DIM] positive definite, with loud and quiet directions."""
+    """Positive definite matrices [count, HEADS, DIM, DIM] with large and small directions."""
     x = torch.randn(count, HEADS, DIM, 4 * DIM, generator=generator) * torch.linspace(0.2, 3, DIM)[:, None]
     return x @ x.mT / x.shape[-1]
 

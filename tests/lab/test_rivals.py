@@ -1,4 +1,4 @@
-"""The rivals compute what they say: a benchmark against something wrong proves nothing."""
+"""The rivals are correct: a benchmark against a wrong rival proves nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pool_and_rows(rival: Rival, k: Tensor, v: Tensor) -> tuple[Pool, Tensor, Ten
 
 
 def dequantized(wire: dict[str, Tensor], name: str) -> Tensor:
-    """[Hkv, P·Π, D] FP32."""
+    """The dequantized rows [Hkv, P·Π, D] FP32 of K or V."""
     fields = torch.stack([(wire[f"{name}_codes"] >> (2 * i)) & 3 for i in range(4)], -1).float()
     scale, minimum = (wire[f"{name}_{part}"].float() for part in ("scale", "min"))
     if name == "k":  # [H, P, Π/4, D, 4] -> [H, P, Π, G, Z]

@@ -1,4 +1,4 @@
-"""The accuracy harness on a tiny random checkpoint: it measures the serving path, and says what it measured."""
+"""The accuracy harness on a tiny random checkpoint: it measures the serving path and reports what it measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tools.train_small import settings as trainer
 
 OPEN_PAGE = [v for v in VARIANTS if v.codec.name not in EVICTING and v.codec.settings.get("open_page") != "requantize"]
 NOTHING_SHIPS = [v for v in OPEN_PAGE if v.family != PLAIN]
-"""Of a model for which no calibration ships: rows that leave it out are the codecs of the rows that they are of."""
+"""Rows without those that leave the shipped calibration out. For a model without one, those would be duplicates."""
 TRAINER = Path(trainer.__file__).with_name("small.yaml")
 
 
@@ -64,7 +64,7 @@ def test_perplexity_with_fp16_pages_is_that_of_exact_attention(subject: Subject)
 
 
 def test_rows_without_calibration_are_other_rows_where_none_ships(subject: Subject) -> None:
-    """So that what is asked of `NOTHING_SHIPS` is asked of all codecs."""
+    """Therefore tests of `NOTHING_SHIPS` cover all codecs."""
     known = {v.name: subject.plan(v.codec).fingerprint() for v in OPEN_PAGE}
     plain = [v.name for v in OPEN_PAGE if v not in NOTHING_SHIPS]
     assert plain
@@ -73,9 +73,10 @@ def test_rows_without_calibration_are_other_rows_where_none_ships(subject: Subje
 
 @pytest.mark.parametrize("variant", NOTHING_SHIPS, ids=lambda v: v.name)
 def test_decode_steps_score_as_prefill_does(subject: Subject, variant: Variant) -> None:
-    """The open-page rule makes both modes one function of the rows; the steps cross a page at every page size.
+    """By the open-page rule both modes are one function of the rows. The steps cross a page at every page size.
 
-    Up to rounding: a sum in another order may tip one 8-bit code of Q or P, so single tokens get some room.
+    Scores agree up to rounding: a sum in another order may change one 8-bit code of Q or P, so single tokens may
+    differ more.
     """
     examples = [window(subject, 120, 16), window(subject, 57, 12, seed=1)]
     worker = subject.with_codec(variant.codec)
@@ -86,7 +87,7 @@ def test_decode_steps_score_as_prefill_does(subject: Subject, variant: Variant) 
 
 
 def test_requantizing_the_open_page_shows(subject: Subject) -> None:
-    """The ablation must not quietly run the rule that it ablates."""
+    """The ablation must not silently run the rule that it ablates."""
     example = window(subject, 120, 16)
     (no_rqe,) = variants.choose(["hack-no-rqe"])[1:]
     worker = subject.with_codec(no_rqe.codec)
@@ -138,7 +139,7 @@ def test_unknown_rows_and_tasks_are_named(subject: Subject) -> None:
 
 
 def test_models_that_chat_are_asked_other_tasks(subject: Subject) -> None:
-    """The tiny model has a chat template, the shipped one has none."""
+    """The tiny model has a chat template, and the shipped one has none."""
     asked = {task.name for task in suite.choose([], subject)}
     assert asked == {"reading", "chat", "questions", "far", "humaneval"}
     silent = {task.name for task in SUITE if task.suits is writes}
@@ -283,7 +284,7 @@ def test_the_command_measures_and_reports(checkpoint: Path, tmp_path: Path, caps
 
 @pytest.mark.slow
 def test_the_command_goes_on_where_it_stopped(checkpoint: Path, tmp_path: Path) -> None:
-    """What has a current file is not measured again; what was deleted, not reached, or asked otherwise, is."""
+    """Points with a current file are not measured again. Points that were deleted, not reached or changed are."""
     out = tmp_path / "small"
     arguments = ["--model", str(checkpoint), "--variants", "hack", "--tasks", "copy", "--longest", "600"]
     arguments += ["--backend", "reference", "--out", str(out), "--jobs", "1"]
@@ -312,7 +313,7 @@ def test_the_command_goes_on_where_it_stopped(checkpoint: Path, tmp_path: Path) 
 def test_points_that_were_measured_are_not_lost_to_a_shorter_run(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--longest` asks other material of all rows, and a file holds one."""
+    """`--longest` changes the material of all rows, and a file holds one material."""
     out = tmp_path / "small"
     arguments = ["--model", str(checkpoint), "--variants", "fp16", "--tasks", "copy", "--samples", "1"]
     arguments += ["--backend", "reference", "--out", str(out), "--jobs", "1"]

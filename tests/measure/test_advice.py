@@ -27,7 +27,7 @@ TABLE = (
     row("fp8", 0.5, 0.0025, 0.981, 1.0029),
     EXACT,
 )
-"""From docs/accuracy.md."""
+"""A table from docs/accuracy.md."""
 TIMES = {"kvquant-2": 7.6, "rot-k2v2": 7.0, "rot-k4v4": 6.9, "fp8": 7.4, "fp16": 7.7}
 
 

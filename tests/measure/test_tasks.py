@@ -1,4 +1,4 @@
-"""The long-range tasks: right lengths, pure functions of the seed, and an answer that stands once in the prompt."""
+"""The long-range tasks have the right lengths, depend only on the seed, and have the answer once in the prompt."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ SPECIAL = frozenset({0})
 
 
 def encode(text: str) -> list[int]:
-    """Known words as one id, everything else letter by letter."""
+    """Encode known words as one id each, other text letter by letter."""
     return [VOCAB.index(c, len(WORDS)) for c in text]
 
 
@@ -25,7 +25,7 @@ def make_phrases() -> Phrases:
 
 @pytest.fixture(scope="module", name="filler")
 def make_filler() -> Ids:
-    """Single characters only: no word of the tasks occurs in it."""
+    """Text of single characters, which contains no word of the tasks."""
     return np.random.default_rng(0).integers(len(WORDS) + 2, len(VOCAB) - 1, 8192)
 
 

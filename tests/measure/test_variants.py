@@ -1,4 +1,4 @@
-"""Rows of the accuracy table that a calibration file adds."""
+"""Rows that a calibration file adds to the accuracy table."""
 
 from __future__ import annotations
 

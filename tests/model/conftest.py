@@ -15,7 +15,7 @@ MakeTiny = Callable[[Tiny], Path]
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from threads, and on a busy machine lose much by waiting for one another."""
+    """Use one thread: matrices this small gain nothing from more, which wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -24,7 +24,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> MakeTiny:
-    """Give the folder of a checkpoint of that shape; tests must not write into it."""
+    """Return a function that gives the folder of a checkpoint of a shape. Tests must not write to it."""
     made: dict[str, Path] = {}
 
     def make(tiny: Tiny) -> Path:

@@ -1,4 +1,4 @@
-"""What config.json may say, and how each complaint names its field."""
+"""Values that config.json may have. Each error names its field."""
 
 from __future__ import annotations
 

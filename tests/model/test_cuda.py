@@ -1,6 +1,6 @@
-"""What only a GPU can show: graphs that it has captured, steps begun ahead on real streams, and that nobody waits.
+"""Tests that need a GPU: captured graphs, steps begun ahead on real streams, and no waits of the host.
 
-Without one these tests are skipped; `test_graphs.py` and `tests/decode_node/test_ahead.py` hold the same on a tape.
+Without a GPU they are skipped. `test_graphs.py` and `tests/decode_node/test_ahead.py` test the same on a tape.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RECORDED = [name for name in served() if recordable(codec_on(TritonBackend(META)
 
 
 def on_graphs(codec: str) -> Runners:
-    """One that runs CUDA graphs, and one that enqueues each step."""
+    """A runner with CUDA graphs, and one that enqueues each step."""
     worker = worker_in_16_bits(codec, PI, layers=2)
     recorded = ModelRunner(worker.model, worker.codec, PAGES, SLOTS, recorded=SLOTS)
     recorded.record()
@@ -53,8 +53,8 @@ def on_graphs(codec: str) -> Runners:
 
 @contextmanager
 def nobody_waits() -> Iterator[None]:
-    """Torch refuses what makes the host wait for the device; waiting for an event is not that."""
-    with warnings.catch_warnings(action="ignore"):  # it calls itself a prototype
+    """Let torch refuse operators that make the host wait for the device. Waits for events are allowed."""
+    with warnings.catch_warnings(action="ignore"):  # the mode warns that it is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -65,7 +65,7 @@ def nobody_waits() -> Iterator[None]:
 @pytest.mark.parametrize("codec", RECORDED)
 @torch.inference_mode()
 def test_random_schedules_on_graphs_give_the_bytes_and_tokens_of_steps_enqueued_anew(codec: str) -> None:
-    """Across joins, leaves, full pages and swaps, some steps begun ahead."""
+    """Schedules have joins, leaves, full pages and swaps, and some steps are begun ahead."""
     both = on_graphs(codec)
     mine, its = (Schedule(runner, 3, 0.2, PI) for runner in (both.recorded, both.eager))
     assert mine.run(100) == its.run(100)
@@ -79,7 +79,7 @@ def test_random_schedules_on_graphs_give_the_bytes_and_tokens_of_steps_enqueued_
 @pytest.mark.parametrize("codec", ["rot-k3v2", "fp16", "hack"])
 @torch.inference_mode()
 def test_no_step_makes_the_host_wait(codec: str) -> None:
-    """But for the event behind the tokens: across a page that fills, recorded and not."""
+    """The host waits only for the event behind the tokens, also when a page fills, with and without graphs."""
     both = on_graphs(codec)
     for runner in (both.recorded, both.eager):
         engine = DecodeEngine(runner)
@@ -88,7 +88,7 @@ def test_no_step_makes_the_host_wait(codec: str) -> None:
             batch = zip(going, spans_of(rows, rows, rows), strict=True)
             parts = [StepPart(each, span, replay=False) for each, span in batch]
             if rows == PI - 2:
-                engine.step(parts)  # takes memory for all later ones
+                engine.step(parts)  # allocates memory for all later steps
                 continue
             with nobody_waits():
                 found = engine.step(parts)
@@ -98,7 +98,7 @@ def test_no_step_makes_the_host_wait(codec: str) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("codec", ["rot-k3v2", "fp16"])
 async def test_nodes_on_a_gpu_say_what_one_process_says(codec: str, backward: bool) -> None:
-    """Through wire, joins, full pages and swaps, on recorded steps and copies beside them."""
+    """Requests go through wire, joins, full pages and swaps, on recorded steps with copies beside them."""
     worker = worker_in_16_bits(codec, PI, layers=2)
     asked = [replace(each, sampling=replace(each.sampling, max_tokens=60)) for each in requests(backward=backward)]
     expected = [generate(worker, request) for request in asked]

@@ -1,4 +1,4 @@
-"""Which devices a setting means, why a GPU is refused, and how much KV fits on one."""
+"""The devices that a setting names, the reasons to refuse a GPU, and the KV that fits on one."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def test_nodes_take_turns_and_know_how_many_share_their_device(nodes: int, devic
 def test_nodes_of_one_gpu_never_take_more_than_there_is(
     total: int, nodes: list[tuple[int, int]], others: int, data: st.DataObject
 ) -> None:
-    """Each has loaded its weights before any asks, and they ask in any order, between others' allocations: alone, a
-    node takes all but the reserve."""
+    """Each node has loaded its weights before any asks. They ask in any order, between allocations of other nodes. A
+    single node takes all memory except the reserve."""
     taken = others + sum(weights for weights, _ in nodes)
     for weights, work in nodes:
         unseen = data.draw(st.integers(0, taken), "not yet allocated when it looked")
@@ -157,7 +157,7 @@ def test_nodes_of_one_gpu_never_take_more_than_there_is(
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside it hold at a time."""
+    """Measures the most bytes that tensors made within the mode hold at a time."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -187,7 +187,7 @@ class Peak(TorchDispatchMode):
 @pytest.mark.parametrize("codec", ["fp16", "hack", "rot-k4v4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_pass_takes_less_than_is_put_aside_for_it(codec: str, dtype: torch.dtype) -> None:
-    """A pass of three pages, all of whose rows are scored, and the bound is no more than some times what it takes."""
+    """The pass has three pages, and all rows are scored. The bound is not more than a few times the real size."""
     model, backend = tiny_worker("fp16").model, MetaBackend()
     made = make_codec(CodecConfig(name=codec, settings={"page_tokens": PI}), model.spec.kv_shape, backend)
     llama = Llama(model.spec, on_meta(model.weights, dtype), kernels=backend.rows)
@@ -201,8 +201,8 @@ def test_a_pass_takes_less_than_is_put_aside_for_it(codec: str, dtype: torch.dty
 
 @pytest.mark.parametrize("fmt", [HackFormat(64, PI), FloatFormat(64, page_tokens=PI), RowFormat(64, PI)], ids=str)
 def test_prompts_hold_less_than_is_put_aside_for_them(fmt: PageFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight sequences of three pages add a row each, two sequences at a time: all that is made but for kernels, which
-    make nothing. The bound is no more than some times of it."""
+    """Eight sequences of three pages add a row each, two sequences at a time. Everything is allocated; only kernels do
+    not run. The bound is not more than a few times the real size."""
     triton = pytest.importorskip("hack_kernels.triton.backend")
     monkeypatch.setattr(importlib.import_module("hack_kernels.triton.launch").Launch, "run", lambda launch: None)
     batch, pages = 8, 3
@@ -223,7 +223,7 @@ def test_prompts_hold_less_than_is_put_aside_for_them(fmt: PageFormat, monkeypat
 
 @pytest.mark.parametrize("codec", ["fp16", "hack", "rot-k4v4"])
 def test_recorded_steps_take_less_than_is_put_aside_for_them(codec: str) -> None:
-    """The largest step and the largest program that seals, with all that lies there for them."""
+    """The sum includes the largest step, the largest program that seals, and their buffers."""
     model, backend, rows = tiny_worker("fp16").model, MetaBackend(), 24
     made = make_codec(CodecConfig(name=codec, settings={"page_tokens": PI}), model.spec.kv_shape, backend)
     llama = Llama(model.spec, on_meta(model.weights, torch.bfloat16), kernels=backend.rows)
@@ -251,7 +251,7 @@ def test_kv_bytes_is_a_number_or_auto(wrong: object) -> None:
 
 
 def test_a_worker_takes_what_a_gpu_has_left_or_says_what_takes_it() -> None:
-    """Beside its weights, slots and passes; what is left comes in whole pages."""
+    """The memory for KV is what weights, slots and passes leave, in whole pages."""
     worker, few, many = tiny_worker("fp16"), Busiest(4, 64, 8), Busiest(400, 6400, 800)
     weights, page = worker.model.weights.nbytes, worker.footprint.page_bytes
     memory = DeviceMemory("cuda:0", 2 << 30, (2 << 30) - weights)

@@ -1,8 +1,8 @@
-"""Recorded decode steps: one program whatever the batch holds. Run again, it gives the bytes and tokens of a step that
-is enqueued anew.
+"""A recorded decode step is one program for any contents of the batch. Its replay gives the same bytes and tokens as a
+newly enqueued step.
 
-No GPU is needed: a tape (`tests/tape.py`) stands for a CUDA graph. It records steps on the Triton backend, interpreted,
-from the tokens' ids to the hidden states. The choice after them is not part of them.
+No GPU is needed: a tape (`tests/tape.py`) stands in for a CUDA graph. It records steps on the interpreted Triton
+backend, from token ids to hidden states, without the choice after them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def codec(request: pytest.FixtureRequest) -> str:
 
 
 def few_sizes(monkeypatch: pytest.MonkeyPatch, steps: int, fills: int) -> None:
-    """Interpreted, each size takes a while."""
+    """Record only one size of each kind, since an interpreted recording takes long."""
     monkeypatch.setattr(graphs, "step_sizes", lambda most: [steps])
     monkeypatch.setattr(graphs, "fill_sizes", lambda most: [fills])
 
@@ -58,7 +58,7 @@ def step(runner: ModelRunner, spans: list[Span], ids: list[int]) -> list[int]:
 
 
 def test_a_step_is_one_program_whatever_it_holds(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither lengths, tokens, pages, who fills one nor how many rows belong to nobody are numbers of the program."""
+    """The program does not contain lengths, tokens, page numbers, which pages fill, or the number of unused rows."""
     few_sizes(monkeypatch, 2, 2)
     tapes = list[Tape]()
     both = runners(codec, PI, 2)
@@ -73,7 +73,7 @@ def test_a_step_is_one_program_whatever_it_holds(codec: str, monkeypatch: pytest
 
 
 class Taped(Llama):
-    """Records what it is asked for."""
+    """A model that records its passes on a tape."""
 
     tape = Tape()
 
@@ -87,8 +87,8 @@ class Taped(Llama):
 
 
 def test_steps_that_are_enqueued_anew_are_other_programs(codec: str) -> None:
-    """Each brings its input in memory of its own. The host decides who seals. Neither lengths nor tokens are numbers of
-    the program."""
+    """Each step has its input in new memory, and the host decides which pages are sealed. The program does not contain
+    lengths or tokens."""
     worker = worker_in_16_bits(codec, PI)
     model = Taped(worker.model.spec, worker.model.weights, kernels=InvariantRows())
     runner = ModelRunner(model, worker.codec, PAGES, SLOTS)
@@ -98,13 +98,13 @@ def test_steps_that_are_enqueued_anew_are_other_programs(codec: str) -> None:
         step(runner, spans_of(*held), [5 + rows for rows in held])
         return model.tape
 
-    tape(1, 2)  # takes the memory that all later steps share
+    tape(1, 2)  # allocates the memory that all later steps share
     assert differences(tape(3, 40), tape(35, 4)) == {"places"}
     assert differences(tape(3, 40), tape(PI - 1, 4)) == {"acts"}
 
 
 def test_recorded_steps_on_kernels_give_the_bytes_of_others(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three sequences run as four; one fills a page, then another does, then one reads what it sealed."""
+    """Three sequences run as a batch of four. Two of them fill a page in turn, and one reads its sealed page."""
     few_sizes(monkeypatch, 4, 2)
     both = runners(codec, PI, 4)
     held, ids = [PI - 1, PI - 2, 3], [7, 8, 9]
@@ -120,7 +120,7 @@ def test_recorded_steps_on_kernels_give_the_bytes_of_others(codec: str, monkeypa
 
 
 def test_a_faulty_sequence_is_named_as_by_a_step_enqueued_anew() -> None:
-    """The step is run again then, layer by layer."""
+    """After a fault the step is run again, layer by layer."""
     with standing():
         both = runners("fp16", SMALL, 4, layers=2)
     for runner in (both.recorded, both.eager):
@@ -136,8 +136,8 @@ def test_a_faulty_sequence_is_named_as_by_a_step_enqueued_anew() -> None:
 
 
 def test_what_cannot_be_recorded_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codecs that definitions serve, pages that change with every row, weights of 32 bits; and steps of more
-    sequences than were recorded."""
+    """Steps cannot be recorded with a codec that its definition serves, pages that change with every row, 32-bit
+    weights, or more sequences than recorded."""
     worker = worker_in_16_bits("kvquant-2", PI)
     wide = Llama(worker.model.spec, worker.model.weights, kernels=InvariantRows())
     wide.dtype = torch.float32

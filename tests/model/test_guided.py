@@ -1,4 +1,4 @@
-"""Guided requests through both nodes: the tokens of an undisturbed run, whatever becomes of them on the way."""
+"""Guided requests through both nodes have the tokens of an undisturbed run, whatever happens on the way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GRAMMAR = LLMatcher.grammar_from_regex(REGEX)
 
 @cache
 def folder() -> Path:
-    """A checkpoint that stays: guides read its tokenizer when the first grammar comes."""
+    """A checkpoint that is kept: guides read its tokenizer when the first grammar comes."""
     FOLDERS.append(TemporaryDirectory())
     return write_tiny(Path(FOLDERS[-1].name), Tiny(max_context=1024))
 
@@ -49,7 +49,7 @@ def worker() -> Worker:
 
 
 def guided(name: str, seed: int, length: int = 10, **sampling: object) -> Request:
-    """Draws some 150 tokens that match `REGEX`."""
+    """A request that draws about 150 tokens that match `REGEX`."""
     request = greedy(name, prompt(seed, length), 400, grammar=GRAMMAR, temperature=0.9, seed=seed)
     return replace(request, sampling=replace(request.sampling, **sampling))  # type: ignore[arg-type]
 
@@ -62,7 +62,7 @@ def text(tokens: list[Token]) -> str:
 
 @cache
 def whole(request: Request) -> tuple[Token, ...]:
-    """The undisturbed run."""
+    """The tokens of the undisturbed run."""
     return tuple(generate(worker(), request))
 
 
@@ -122,7 +122,7 @@ async def test_end_tokens_end_a_guided_answer_always() -> None:
 
 
 async def test_a_guide_that_fails_ends_its_own_request_only() -> None:
-    """On either node: the regex outgrows the fuel of a step at once, or once states with a choice are reached."""
+    """Guides fail on either node: the regex exceeds the fuel of a step at once, or at a later state."""
     frugal = LLParserLimits(step_lexer_fuel=100, precompute_large_lexemes=False, verbose_errors=False)
     poor = replace(worker(), guides=Guides(folder(), worker().model.spec.eos_ids, frugal))
     hard = guided("hard", 9, grammar=LLMatcher.grammar_from_regex("(a|b)*a(a|b){30}c"))

@@ -1,4 +1,4 @@
-"""In float32 a row's hidden state and logits are bit-equal whatever stands beside it in the batch."""
+"""In float32, the hidden state and logits of a row are bit-equal whatever the rest of the batch is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeTiny = Callable[[Tiny], Path]
 
 
 def own_value(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention to oneself alone: it leaves the model as the only thing under test."""
+    """Attention of each row to itself only, so that only the model is under test."""
     return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) + 0.1 * q
 
 

@@ -1,6 +1,6 @@
-"""A whole step on the Triton backend without a GPU: what it would launch, on what, and that nothing comes back.
+"""A whole step on the Triton backend without a GPU: its launches, their arguments, and no value read back.
 
-The device is `meta` (`tests/meta.py`), and each launch is looked at in place of running.
+The device is `meta` (`tests/meta.py`), and each launch is inspected instead of run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.pair import PI, prompt, tiny_worker
 
 
 class MetaDeviceRows(TritonRows):
-    """Chooses token 7, after all that a device does for it."""
+    """Row kernels that choose token 7, after all operations of a device."""
 
     def back(self, found: Tensor) -> list[Any]:
         on_device(found)
@@ -49,8 +49,8 @@ class MetaDeviceRows(TritonRows):
 
 @contextmanager
 def checked_launches() -> Iterator[list[Launch]]:
-    """Collects launches. Every tensor lies on the device and begins at a multiple of 16 bytes: for any other place
-    Triton compiles another kernel, which takes seconds."""
+    """Collect launches. Asserts that every tensor is on the device and aligned to 16 bytes: for other alignments Triton
+    compiles another kernel, which takes seconds."""
     launched = list[Launch]()
 
     def look(launch: Launch) -> None:
@@ -66,24 +66,24 @@ def checked_launches() -> Iterator[list[Launch]]:
 
 
 ROW_KERNELS = (append_kernel, gate_kernel, norm_kernel, rotate_kernel, rotate_heads_kernel, rotate_rows_kernel)
-"""What a step launches beside attention and seals."""
+"""Kernels that a step launches besides attention and seals."""
 
 COSTLESS = {"empty", "empty_like", "new_empty", "select", "slice", "split_with_sizes", "view"}
 """Operators after which a device has nothing to do."""
 
 
 def on_pages(launches: Iterable[Launch]) -> Counter[object]:
-    """What kernels of pages are compiled for, and how often each is launched."""
+    """Key of compilation -> number of launches, for kernels of pages."""
     return Counter(compiled_for(launch) for launch in launches if launch.kernel not in ROW_KERNELS)
 
 
 SERVED = served()
 OF_ROWS = [name for name in SERVED if beneath(CodecConfig(name=name)) == "fp16"]
-"""Those whose pages are FP16 rows."""
+"""Codecs whose pages are FP16 rows."""
 
 
 def runner_on_triton(name: str, slots: int = 3, recorded: int = 0) -> ModelRunner:
-    """A tiny model."""
+    """A runner with a tiny model."""
     backend, model = TritonBackend(META), tiny_worker("fp16").model
     backend.rows = MetaDeviceRows()
     codec = codec_on(backend, name)
@@ -94,8 +94,8 @@ def runner_on_triton(name: str, slots: int = 3, recorded: int = 0) -> ModelRunne
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("name", SERVED)
 def test_a_decode_step_launches_on_its_device_and_reads_nothing_back(name: str) -> None:
-    """In the second of three steps one sequence fills a page. All steps call the same kernels the same way, and what
-    Triton compiles for does not change with lengths and pages."""
+    """In the second of three steps one sequence fills a page. All steps call the same kernels the same way, and the
+    keys of compilation do not change with lengths and pages."""
     runner, parts, steps = runner_on_triton(name), two_sequences(), list[Counter[object]]()
     engine = DecodeEngine(runner)
     for _ in range(3):
@@ -129,7 +129,7 @@ def test_all_that_has_kernels_is_recorded_but_what_chooses_pages() -> None:
 def test_a_recorded_step_takes_one_copy_to_the_device_and_reads_nothing_back(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same three steps. They launch what was launched while they were recorded."""
+    """The same three steps as above make the launches that were recorded."""
     monkeypatch.setattr(runner_module, "recorder_on", lambda device, kernels: Again())
     engine, parts = DecodeEngine(runner_on_triton(name, recorded=3)), two_sequences()
     with checked_launches() as recorded, NothingComesBack(into_place=True):
@@ -149,7 +149,7 @@ def test_a_recorded_step_takes_one_copy_to_the_device_and_reads_nothing_back(
 def test_a_layer_is_four_products_and_a_launch_for_each_operation_between_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recorded step of few rows takes as long as its launches do, so that each one shows."""
+    """A recorded step of few rows takes the time of its launches, so each one counts."""
     monkeypatch.setattr(runner_module, "recorder_on", lambda device, kernels: Again())
     runner = runner_on_triton(name, recorded=3)
     with checked_launches():
@@ -171,8 +171,8 @@ def test_a_layer_is_four_products_and_a_launch_for_each_operation_between_them(
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("name", SERVED)
 def test_what_a_step_does_follows_from_its_size_and_the_pages_that_it_fills(name: str) -> None:
-    """Neither lengths nor tables change an operator or a kernel. So a graph can be captured, and no sequence that grows
-    makes Triton compile, which takes seconds: it looks at whether rows of a table are 16 entries apart, or 32."""
+    """Lengths and tables change no operator and no kernel. So a graph can be captured, and a growing sequence never
+    makes Triton compile, which takes seconds. Triton distinguishes tables by whether 16 divides the stride of rows."""
     runner, done = runner_on_triton(name), list[tuple[object, ...]]()
     states = [part.sequence.sampler for part in (*two_sequences(), *two_sequences()[:1])]
     for pages in (9, 1, 16, 33):
@@ -187,7 +187,7 @@ def test_what_a_step_does_follows_from_its_size_and_the_pages_that_it_fills(name
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("name", SERVED)
 def test_batches_of_any_size_run_what_is_compiled(name: str) -> None:
-    """Triton takes seconds to compile. A sequence alone has kernels of its own; all other batches share theirs."""
+    """Triton takes seconds to compile. A single sequence has separate kernels; all other batches share theirs."""
     compiled = list[set[object]]()
     for size in (1, 2, 3, 16, 17, LARGE_BATCH):
         runner = runner_on_triton(name, slots=size)
@@ -203,8 +203,8 @@ def test_batches_of_any_size_run_what_is_compiled(name: str) -> None:
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("name", SERVED)
 def test_passes_of_any_prompts_run_what_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are, and however many pages they fill; one alone has kernels of its own, and so has the
-    rotation of many rows."""
+    """This holds for any number of prompts and pages. A single prompt has separate kernels, and so has the rotation of
+    many rows."""
     monkeypatch.setattr(MetaDeviceRows, "set_in", lambda rows, flags: [])
     compiled = list[set[object]]()
     for size in (1, 2, 3, 16, 17):
@@ -222,7 +222,7 @@ def test_passes_of_any_prompts_run_what_is_compiled(name: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_prefill_pass_launches_on_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read back."""
+    """The pass launches on its device and reads nothing back."""
     runner = runner_on_triton(name)
     spans, ids = [Span(0, 0, 2 * PI + 3, (0, 1, 2)), Span(1, 5, PI, (3, 4))], prompt(2, 3 * PI + 3)
     monkeypatch.setattr(MetaDeviceRows, "set_in", lambda rows, flags: [])

@@ -1,4 +1,4 @@
-"""Packed weights in a whole model: what the setting packs, that it changes little, and that a cluster agrees."""
+"""Packed weights in a whole model: the setting packs the right matrices and changes little, and a cluster agrees."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tests.pair import PI, greedy, paired, prompt
 MakeTiny = Callable[[Tiny], Path]
 TINY = Tiny(layers=2, max_context=512)
 PACKED = {"int8": {8}, "int4": {4, 8}}
-"""Setting -> bits of the matrices of a checkpoint that has numbers."""
+"""Setting -> bits of the matrices of a checkpoint whose weights are numbers."""
 CLOSE = 1e-3
-"""Norm of the differences that rounding rows makes in logits, of the norm of the logits."""
+"""A bound on the norm of the differences that rounded rows cause in logits, relative to the norm of the logits."""
 CODECS = ["fp16", "hack", "rot-k4v4"]
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converted files of this test."""
+    """Give this test its own folder of converted files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def numbers(model: Llama) -> Llama:
-    """The same model with the numbers that its packed weights stand for."""
+    """The same model with its weights unpacked to numbers."""
 
     def plain(value: object) -> object:
         if isinstance(value, BlockWeight):
@@ -77,7 +77,7 @@ def test_logits_are_near_those_of_the_numbers(weights: str, family: str, make_ti
 
 @pytest.mark.parametrize("rows", [0, 8])
 def test_many_rows_may_go_to_the_library(rows: int, make_tiny: MakeTiny) -> None:
-    """It has the numbers and rounds no rows; rows that it does not get are multiplied as ever."""
+    """The library has unpacked weights and rounds no rows. Fewer rows are multiplied as before."""
     model = load_model(make_tiny(TINY), "float32", packing=packing_of("int8", "float32"))
     before, wanted = logits(model), logits(numbers(model))
     model.unpack_rows = {8: rows}

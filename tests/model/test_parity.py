@@ -85,7 +85,7 @@ WAYS = [whole, chunked, ragged, decoded]
 
 
 FLOAT32_TOLERANCE = 1e-5
-"""Some tens of float32 roundings, in units of the logits' standard deviation."""
+"""A few dozen float32 roundings, in units of the logits' standard deviation."""
 
 
 def worst(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
@@ -106,7 +106,7 @@ def test_float32_logits_equal_transformers(tiny: Tiny, make_tiny: MakeTiny) -> N
 @pytest.mark.grid(together=1)
 @pytest.mark.parametrize("tiny", SHAPES)
 def test_bfloat16_error_is_that_of_transformers(tiny: Tiny, make_tiny: MakeTiny) -> None:
-    """The true value is float32's on the same weights. Ours may miss it by at most 1.5 times what theirs does."""
+    """The true value is float32's on the same weights. Our error may be at most 1.5 times that of transformers."""
     folder = make_tiny(Tiny(**{name: getattr(tiny, name) for name in tiny.__slots__} | {"dtype": torch.bfloat16}))
     truth = theirs(folder, prompts())
     budget = [
@@ -132,7 +132,7 @@ def test_half_precision_checkpoints_load_as_float32(make_tiny: MakeTiny) -> None
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_checkpoint_that_transformers_saved(name: str, make_tiny: MakeTiny, tmp_path: Path) -> None:
-    """Transformers 5 writes config.json in its own, newer words."""
+    """Transformers 5 writes config.json with newer keys."""
     folder = make_tiny(Tiny(name))
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(tmp_path)
     saved, original = load_model(tmp_path, "float32"), load_model(folder, "float32")

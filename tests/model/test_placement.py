@@ -1,7 +1,7 @@
-"""Everything of a step lies on the device that the worker was told, and nothing waits for it but the choice of tokens.
+"""All tensors of a step are on the device of the setting, and only the choice of tokens waits for the device.
 
-The device is `meta`: it has shapes and no values, so whatever asks for a value outside the backend fails by itself. A
-dispatch mode refuses the rest: copies to the host, and operators that take a tensor of the processor.
+The device is `meta`, with shapes and no values, so code outside the backend that asks for a value fails. A dispatch
+mode refuses copies to the host, and operators that take a CPU tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ every_codec = pytest.mark.parametrize("runner", EVERY, ids=str, indirect=True)
 @pytest.mark.grid(kinds=True)
 @every_codec
 def test_a_decode_step_waits_for_nothing_but_its_tokens(runner: ModelRunner) -> None:
-    """The second step shares what the first had made."""
+    """Later steps share memory that the first one has made."""
     engine, parts = DecodeEngine(runner), two_sequences()
     for _ in range(3):
         with NothingComesBack(), torch.inference_mode():
@@ -65,7 +65,7 @@ def test_a_decode_step_waits_for_nothing_but_its_tokens(runner: ModelRunner) -> 
 
 @every_codec
 def test_a_prefill_pass_asks_once_whether_all_was_finite(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole pages and a rest, beside a chunk that goes on inside a page; only some rows are wanted."""
+    """The pass has whole pages with a rest, and a chunk that goes on inside a page. Only some rows are wanted."""
     asked = list[int]()
 
     def ask(self: MetaRows, flags: Tensor) -> list[int]:

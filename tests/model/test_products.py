@@ -1,4 +1,4 @@
-"""From how many rows on the library multiplies: what times say, and that a processor is asked once."""
+"""The number of rows from which on the library multiplies follows from times, which are measured once per CPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_processor_is_asked_once(dtype: torch.dtype, tmp_path: Path, monkeypat
 
 
 class Counted(Rowwise):
-    """Notes the forms of weights that it multiplies."""
+    """Row kernels that record the bits of weights that they multiply."""
 
     def __init__(self) -> None:
         self.asked = set[int]()
@@ -83,8 +83,8 @@ def test_both_are_timed() -> None:
 
 
 class Machine:
-    """A clock on which own products take one second and the library's half, but for calls that are `interrupted`:
-    those of the library take 20, and wait for most of them. All calls wait a little: a thread that wakes does."""
+    """A clock on which own products take one second and the library's half a second. Calls of the library that are
+    `interrupted` take 20 seconds, most of them waiting. All calls wait a little, as a thread that wakes up does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, interrupted: Callable[[int], bool]) -> None:
         self.now, self.calls, self.waited, self._interrupted = 0.0, 0, 0.0, interrupted
@@ -108,7 +108,7 @@ class Machine:
 
 
 def test_calls_that_other_work_interrupts_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rounds at the first number of rows would be such ones, and nine of ten of the others."""
+    """All rounds at the first number of rows are interrupted, and nine of ten of the others."""
     machine = Machine(monkeypatch, lambda call: call <= ROUNDS or call % 10 != 0)
     measured = measure(machine.own, torch.float32, machine.library)
     assert set(measured.seconds.values()) == {(1.0, 0.5)}

@@ -1,5 +1,5 @@
-"""Decode steps that the processor has recorded (`hackkv.model.graphs`): the bytes and tokens of steps that are computed
-operator by operator, whatever codec, batch and length."""
+"""Decode steps that the CPU has recorded (`hackkv.model.graphs`) give the bytes and tokens of steps that are computed
+operator by operator, for any codec, batch and length."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SLOTS = 3
 EACH = 3
 """Pages of a sequence."""
 UNRECORDED = {"mpcache", "cachegen-fp16", "cachegen-delta", "toy-int8"}
-"""Codecs that choose pages, or have some that their definition serves."""
+"""Codecs that choose pages, or have pages that their definition serves."""
 ANEW = {"zack", "rot-exact-layer"}
-"""Codecs for which torch computes in a step: it cuts off the channels that are dropped, or copies the open pages of a
-layer that is left exact under a window."""
+"""Codecs for which torch computes in a step: it cuts off dropped channels, or copies the open pages of a layer that is
+left exact under a window."""
 
 
 def runners(name: str, dtype: torch.dtype, **settings: Any) -> tuple[ModelRunner, ModelRunner]:
-    """One that records and one that does not, of the same model."""
+    """A runner that records and one that does not, of the same model."""
     model, backend = tiny_worker("fp16").model, CpuBackend()
     shape = model.spec.kv_shape
     if "calibration" in settings:
@@ -55,7 +55,7 @@ def span(slot: int, held: int, count: int = 1) -> Span:
 
 
 def step(runner: ModelRunner, spans: list[Span], ids: list[int]) -> list[int]:
-    """The tokens after these."""
+    """Run a step; return the tokens after `ids`."""
     sampling, kernels = greedy("r", (5,), 99, ignore_eos=True).sampling, runner.model.kernels
     states = [SamplerState(sampling, (5,), (), kernels=kernels) for _ in spans]
     return [token.token_id for token in runner.choose(spans, ids, states)]
@@ -66,7 +66,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def programs(runner: ModelRunner) -> list[object]:
-    """What runs in place of the steps that were recorded."""
+    """The programs that run in place of recorded steps."""
     assert runner._graphs is not None
     return list(runner._graphs._steps.values())
 
@@ -76,7 +76,7 @@ def programs(runner: ModelRunner) -> list[object]:
 def test_a_step_made_again_gives_the_bytes_of_one_computed_anew(
     name: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Sequences join, leave and fill pages; sizes come back after others have run in the same memory."""
+    """Sequences join, leave and fill pages. A batch size comes back after others have run in the same memory."""
     both = runners(name, dtype, **settings)
     held = [PI - 2, 5, 2 * PI - 3]
     for runner in both:
@@ -106,7 +106,7 @@ def test_a_step_made_again_gives_the_bytes_of_one_computed_anew(
 
 
 def test_a_faulty_sequence_is_named_and_leaves_no_row() -> None:
-    """The others have advanced."""
+    """The other sequences advance."""
     both = runners("rot-k3v2", torch.float32)
     for runner in both:
         embed = runner.model.weights.embed
@@ -126,7 +126,7 @@ def test_a_faulty_sequence_is_named_and_leaves_no_row() -> None:
 
 
 def test_a_step_in_which_torch_computes_is_computed_anew_each_time() -> None:
-    """As where the library multiplies: nothing is lost but the gain."""
+    """This also holds if the library multiplies. Only the gain in speed is lost."""
     recorded, eager = runners("fp16", torch.float32)
     recorded.model.library_rows = 2
     for held in (0, 1, 2):

@@ -35,7 +35,7 @@ PARAMETERS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
 
 
 class Theirs(RotaryEmbeddingConfigMixin):
-    """What transformers' functions read."""
+    """The configuration that transformers' functions read."""
 
     def __init__(self, source: RopeSource, kind: str) -> None:
         self.rope_parameters = {**source.parameters, "rope_type": kind}

@@ -55,7 +55,7 @@ SAMPLINGS = st.builds(
 
 @st.composite
 def rows(draw_from: st.DrawFn) -> list[float]:
-    """Logits with many ties, as bfloat16 gives them; some strategies of hypothesis shrink them to all equal."""
+    """Logits with many ties, like those in bfloat16. Hypothesis may shrink them until all are equal."""
     return [draw_from(st.integers(-12, 12)) / 4 for _ in range(VOCAB)]
 
 
@@ -74,7 +74,7 @@ def adjusted(logits: Sequence[float], want: Sampling, prompt: Sequence[int], out
 
 
 def plainly(logits: Sequence[float], want: Sampling, prompt: Sequence[int], output: Sequence[int]) -> int:
-    """The definition, token by token and without a thought for speed."""
+    """The definition, computed token by token, without regard to speed."""
     row = adjusted(logits, want, prompt, output)
     ranked = sorted(range(VOCAB), key=lambda token: (-row[token], token))
     if want.temperature == 0:
@@ -99,7 +99,7 @@ REQUESTS = st.tuples(SAMPLINGS, rows(), st.lists(TOKENS, max_size=8), st.lists(T
 @settings(max_examples=300)
 @given(st.lists(REQUESTS, min_size=1, max_size=5))
 def test_equals_the_plain_definition(requests: list[tuple[Sampling, list[float], list[int], list[int]]]) -> None:
-    """Each row of a mixed batch is chosen as if it were alone; states rebuilt from the output so far."""
+    """Each row of a mixed batch is chosen as if alone. States are rebuilt from the output so far."""
     logits = torch.tensor([row for _, row, _, _ in requests])
     kept = logits.clone()
     for kernels in BACKENDS.values():
@@ -117,7 +117,7 @@ def test_equals_the_plain_definition(requests: list[tuple[Sampling, list[float],
 @settings(max_examples=50)
 @given(SAMPLINGS, st.integers(0, 2**32), st.sampled_from(sorted(BACKENDS)))
 def test_a_replay_from_any_point_chooses_the_same(want: Sampling, noise: int, backend: str) -> None:
-    """Its first part may have been chosen by another backend."""
+    """Another backend may have chosen the first part."""
     logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(noise))
     state, chosen = SamplerState(want, [1, 2], EOS), list[int]()
     for row in logits:
@@ -168,7 +168,7 @@ def test_min_tokens_bars_end_and_stop_tokens() -> None:
 
 @every
 def test_logprobs_are_of_the_raw_distribution(kernels: RowKernels) -> None:
-    """Beside a row that asks for none."""
+    """The batch also has a row without log-probabilities."""
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
     want = sampling(temperature=0.3, top_k=2, presence_penalty=1.0, logit_bias=((4, 5.0),), logprobs=3)
     states = [SamplerState(one, [], EOS, [1, 2], kernels) for one in (sampling(), want)]
@@ -208,7 +208,7 @@ def test_logits_that_are_not_finite_name_their_row_and_advance_nobody(bad: float
 
 
 class Only(Guide):
-    """Allows one token for ever."""
+    """A guide that always allows one token only."""
 
     def __init__(self, token_id: int) -> None:
         self._bits = np.packbits(np.arange(VOCAB) == token_id, bitorder="little")
@@ -222,7 +222,7 @@ class Only(Guide):
 
 @every
 def test_a_mask_holds_and_a_row_without_any_token_is_named(kernels: RowKernels) -> None:
-    """Minimum length gives way where the grammar allows nothing but the end."""
+    """The minimum length yields if the grammar allows only the end."""
     free, tied, ending = (SamplerState(sampling(min_tokens=9), [], EOS, kernels=kernels) for _ in range(3))
     tied.guide, ending.guide = Only(9), Only(EOS[0])
     states, logits = [free, tied, ending], torch.zeros(3, VOCAB)

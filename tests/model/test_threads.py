@@ -1,4 +1,4 @@
-"""A node computes on the threads that it was given, however many the machine has: torch's and the C++ kernels'."""
+"""A node uses the configured number of threads of torch and of the C++ kernels, however many the machine has."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ engine.join()
 def test_the_engine_starts_no_more_threads_than_it_was_given(
     make_tiny: MakeTiny, tmp_path: Path, threads: int, codec: str
 ) -> None:
-    """OpenMP and our pool each keep threads - 1 helpers, of which one set sleeps while the other computes.
+    """OpenMP and our pool each keep threads - 1 helpers. One set sleeps while the other computes.
 
-    The second process counts: the first one times products while it loads the model, on OpenMP's threads, and notes
-    what it found in the cache.
+    Only the second process counts: the first one times products on OpenMP's threads while it loads the model, and
+    writes the result to the cache.
     """
     model = make_tiny(Tiny(hidden=512, heads=8, kv_heads=4, ffn=512))
     environment = os.environ | {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "PASSIVE", "XDG_CACHE_HOME": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""What is compiled before a port opens is all that serving launches, for batches and prompts of any size."""
+"""All kernels that serving launches, for batches and prompts of any size, are compiled before a port opens."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.on_triton import compiled_for, served
 from tests.pair import PI, greedy, paired, prompt, tiny_worker
 
 MOST = 8
-"""Sequences of a batch."""
+"""The most sequences of a batch."""
 
 
 @cache
 def worker_in_bf16(codec: str) -> Worker:
-    """As on a GPU: then FP16 pages have a kernel too."""
+    """A worker in BF16, as on a GPU, for which FP16 pages have a kernel too."""
     with TemporaryDirectory() as folder:
         path = write_tiny(Path(folder), Tiny(layers=1, max_context=1024))
         model = ModelConfig(path=str(path), dtype="bfloat16", backend="triton")
@@ -43,7 +43,7 @@ def worker_in_bf16(codec: str) -> Worker:
 
 @contextmanager
 def compiling() -> Iterator[set[object]]:
-    """Collects what Triton would compile; kernels do not run, and outputs are zeros."""
+    """Collect the keys for which Triton would compile. Kernels do not run, and outputs are zeros."""
     compiled = set[object]()
 
     def note(launch: Launch) -> None:
@@ -59,8 +59,8 @@ def compiling() -> Iterator[set[object]]:
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", served())
 async def test_serving_compiles_nothing_after_the_warm_up(codec: str) -> None:
-    """Requests of random lengths, alone and at once, through both nodes, with swaps: three have room for their prompts
-    and not for their answers."""
+    """Requests of random lengths run alone and at once, through both nodes, with swaps: three have room for their
+    prompts but not for their answers."""
     worker, chance = worker_in_bf16(codec), random.Random(codec)
     with compiling() as warmed:
         warm_up(worker, block_sizes(MOST))
@@ -77,7 +77,7 @@ async def test_serving_compiles_nothing_after_the_warm_up(codec: str) -> None:
 
 
 def test_what_the_warm_up_leaves_out_would_be_seen() -> None:
-    """The proof that the test above can fail: a sequence alone has other kernels than two."""
+    """This proves that the test above can fail: one sequence has other kernels than two."""
     worker = worker_in_bf16("hack")
     sets = list[set[object]]()
     for size in (1, 2):
@@ -90,7 +90,7 @@ def test_what_the_warm_up_leaves_out_would_be_seen() -> None:
 
 @pytest.mark.parametrize("codec", ["fp16", "hack", "rot-k3v2", "mpcache", "kvcomp"])
 def test_a_warm_up_leaves_answers_as_they_were(codec: str) -> None:
-    """With kernels that run, of every kind of codec: exact pages, votes, choices, sizes that vary."""
+    """Kernels run here, for every kind of codec: exact pages, votes, choices, varying sizes."""
     check_answers(tiny_worker(codec), [1, 2, 3])
 
 

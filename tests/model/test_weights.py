@@ -118,7 +118,7 @@ def test_the_same_recipe_gives_the_same_hash(tmp_path: Path) -> None:
 def test_the_hash_changes_with_weights_config_and_tokenizer(
     tmp_path: Path, own_tiny: Path, whole_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when files are only sampled: these are small enough for the samples to cover them."""
+    """This also holds if files are only sampled. These are small enough for the samples to cover them."""
     monkeypatch.setattr(identity, "WHOLE_BYTES", whole_bytes)
     hashes = [model_hash(own_tiny)]
     for name, offset in [("model.safetensors", -1), ("model.safetensors", 70_000), ("config.json", 3)]:

@@ -1,4 +1,4 @@
-"""What a node finds wrong with its kernels before it loads a model."""
+"""Errors of a node about its kernels, before it loads a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_device_that_a_backend_cannot_reach_is_named_with_it(backend: str) -> 
 
 
 def test_the_processor_may_be_named(tmp_path: Path) -> None:
-    """Model, pools and batches are where the setting says."""
+    """Model, pools and batches are on the device of the setting."""
     folder = write_tiny(tmp_path, Tiny(max_context=64))
     worker = load_worker(ModelConfig(path=str(folder), dtype="float32", device="cpu"), CodecConfig())
     runner = ModelRunner(worker.model, worker.codec, 1, 1)

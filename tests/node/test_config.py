@@ -1,4 +1,4 @@
-"""What the settings of prefill and decode nodes share."""
+"""The settings that prefill and decode nodes share."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_lines_for_each_request_are_for_machines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: LogFormat, shown: bool
 ) -> None:
     root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])  # pytest's own, which `basicConfig` would leave alone
+    monkeypatch.setattr(root, "handlers", [])  # with pytest's handlers, `basicConfig` would do nothing
     for logger in (root, *map(logging.getLogger, (ACCESS, "httpx", "uvicorn.access", "opentelemetry.attributes"))):
         monkeypatch.setattr(logger, "level", logging.NOTSET)
     log_to_stderr("router", "info", form)

@@ -1,4 +1,4 @@
-"""How a role is told to end: SIGTERM drains, everything else and a second SIGTERM stop at once."""
+"""Signals that end a role: SIGTERM drains; a second SIGTERM and everything else stop at once."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_a_drain_that_fails_is_heard_of() -> None:
     ],
 )
 def test_signals_reach_the_role(signals: tuple[signal.Signals, ...], events: list[str]) -> None:
-    """With real signals to this process, one after another."""
+    """The test sends real signals to this process, one after another."""
     seen: list[str] = []
 
     async def serve(_: RoleConfig, shutdown: Shutdown) -> None:

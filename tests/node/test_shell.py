@@ -1,4 +1,4 @@
-"""What a node's process does before it serves."""
+"""The start of a node's process, before it serves."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ async def test_a_model_loaded_on_one_thread_computes_on_those_of_its_node(tmp_pa
 
 
 class _NoPort(Exception):
-    """The test ends where a port would open."""
+    """Raised in place of opening a port, to end the test."""
 
 
 @pytest.mark.usefixtures("_own_threads")
 async def test_what_compiles_on_first_use_has_run_before_a_port_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processor compiles nothing, so here it says that it does. The warm-up runs in whole."""
+    """The CPU backend compiles nothing, so it is patched to claim that it does. The whole warm-up runs."""
     path = str(write_tiny(tmp_path / "tiny", Tiny()))
     codec, settings = CodecConfig(name="hack"), ModelConfig(path=path, backend="cpu", threads=1)
     config, done = DecodeConfig(model=settings, codec=codec, kv_bytes=1 << 20), list[object]()

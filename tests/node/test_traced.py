@@ -1,4 +1,4 @@
-"""Spans of nodes: what a collector gets of the calls that a router makes over the network."""
+"""Spans of nodes, as a collector gets them for a router's calls over the network."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ CONTEXT = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", T
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    """Takes spans."""
+    """A collector of spans."""
     with Collector() as collector:
         yield collector
 
 
 @pytest.fixture
 async def spans(collector: Collector) -> AsyncIterator[ProcessTracer]:
-    """Goes to the collector."""
+    """A tracer that sends to the collector."""
     spans = open_spans(TracesConfig(endpoint=collector.endpoint, headers={"x-key": "k"}), "prefill", "p-1")
     yield spans
     await spans.close()
 
 
 class Nodes:
-    """Two traced nodes, over the network."""
+    """Two traced nodes behind a real server."""
 
     def __init__(self, spans: ProcessTracer, channels: ChannelPool) -> None:
         self.fake, self.server, self._channels = FakePrefill(), RpcServer("127.0.0.1", 0), channels
@@ -47,7 +47,7 @@ class Nodes:
         self.server.add_decode(traced_decode(FakeDecode(), spans))
 
     async def start(self) -> tuple[PrefillClient, DecodeClient]:
-        """Their clients."""
+        """Start the server; return clients of both nodes."""
         address = await self.server.start()
         return PrefillClient(address, self._channels), DecodeClient(address, self._channels)
 
@@ -64,7 +64,7 @@ async def nodes(spans: ProcessTracer) -> AsyncIterator[Nodes]:
 
 @pytest.fixture
 def _asked() -> Iterator[None]:
-    """Calls of the test belong to a trace."""
+    """Make calls of the test part of a trace."""
     token = TRAIL.set(Trail("cmpl-1-0", NoSpan(CONTEXT)))
     yield
     TRAIL.reset(token)

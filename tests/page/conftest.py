@@ -1,4 +1,4 @@
-"""A real browser. Without one these tests are skipped, and say so; `make browser` installs it where it may."""
+"""A real browser. Without one these tests are skipped with a message; `make browser` installs one if it can."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ FLAGS = (
 )
 
 PATIENCE_MS = 60_000
-"""For a machine with more work than cores; what is waited for comes within a second or two elsewhere."""
+"""A timeout for a machine with more work than cores. Elsewhere waits take a second or two."""
 
 Open = Callable[..., Page]
 """Opens an address in a window of its own; keywords are those of a Playwright context."""
 
 
 def endless(route: Route) -> None:
-    """Ask for an answer that only ends when it is stopped: a random model may say its last word at any token."""
+    """Make the request ignore the end of text, so that only a stop ends the answer: a random model may end any time."""
     body = json.loads(route.request.post_data or "")
     route.continue_(post_data=json.dumps(body | {"ignore_eos": True}))
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium: the machine's own. Not for longer than a module: it keeps an event loop running meanwhile."""
+    """The machine's Chromium, headless. The scope is a module, since the browser keeps an event loop running."""
     path = os.environ.get("HACKKV_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip(f"NO BROWSER, THE PAGE IS NOT TESTED: none of {', '.join(NAMES)} is installed (make browser)")
@@ -44,7 +44,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Watched:
-    """What a page said and asked for while a test looked at it."""
+    """The messages and requests of a page during a test."""
 
     def __init__(self, page: Page) -> None:
         self.complaints: list[str] = []
@@ -60,7 +60,7 @@ class Watched:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """See `Open`. In the end no page may have complained, nor asked another origin for anything."""
+    """See `Open`. At the end, no page may have logged an error or warning, or requested anything of another origin."""
     contexts: list[BrowserContext] = []
     watched: list[tuple[str, Watched, bool]] = []
 

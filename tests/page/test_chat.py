@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fleet(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, browser: object
 ) -> Iterator[Fleet]:
-    """A router of one process and of two, a prefill and a decode node."""
+    """A prefill node, a decode node and a router of one or two processes."""
     router = {"workers": request.param}
     fleet = Fleet(tmp_path_factory.mktemp("fleet"), checkpoint, {"name": "hack"}, router, num_decode=1)
     yield fleet

@@ -19,14 +19,14 @@ PHONE = {"width": 390, "height": 844}
 NARROWEST = {"width": 320, "height": 640}
 DESK = {"width": 1280, "height": 900}
 CHUNKS = "document.querySelectorAll('#answer > span')[1]?.childNodes.length"
-"""Pieces of text in the answer: each event of the stream brought one."""
+"""The number of pieces of text in the answer. Each event of the stream brings one."""
 WATCH_STREAM = f"""() => {{
   window.seen = new Set();
   const note = () => document.getElementById("stop").disabled || window.seen.add({CHUNKS});
   new MutationObserver(note).observe(document.getElementById("answer"), {{ childList: true, subtree: true }});
 }}"""
-"""Notes how long the answer was while Stop could be pressed. From within: the way through the driver takes longer than
-many an answer."""
+"""Records the lengths of the answer while Stop can be pressed. The script runs in the page, since a call through the
+driver takes longer than many answers."""
 STOP_EARLY = f"""() => {{
   const note = () => {CHUNKS} > 3 && document.getElementById("stop").click();
   new MutationObserver(note).observe(document.getElementById("answer"), {{ childList: true, subtree: true }});
@@ -55,7 +55,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fleet(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, browser: object
 ) -> Iterator[Fleet]:
-    """A router of one process and of two, a prefill and a decode node."""
+    """A prefill node, a decode node and a router of one or two processes."""
     router = {"trace_link": "https://traces.example/{trace_id}", "workers": request.param}
     fleet = Fleet(tmp_path_factory.mktemp("fleet"), checkpoint, {"name": "hack"}, router, num_decode=1)
     yield fleet
@@ -69,13 +69,13 @@ def ready(page: Page) -> Page:
 
 
 def served(fleet: Fleet, count: int = 3) -> None:
-    """See to it that there were requests."""
+    """Send a few requests."""
     for index in range(count):
         fleet.api.complete(list(range(5, 105)), max_tokens=8 + index)
 
 
 def test_an_idle_cluster_says_what_to_do(fleet: Fleet, open_page: Open) -> None:
-    """The first test: nobody has sent anything yet."""
+    """This must be the first test: there are no requests yet."""
     page = ready(open_page(fleet.api.url))
     expect(page.locator("#requests-empty")).to_contain_text("No requests yet")
     expect(page.locator("#curl")).to_contain_text(f"curl -N {fleet.api.url}/v1/completions")
@@ -103,7 +103,7 @@ def test_a_completion_typed_into_the_playground_streams(fleet: Fleet, open_page:
 
 
 def test_prompts_that_were_there_already_are_shown(fleet: Fleet, open_page: Open) -> None:
-    """The same prompts again: neither computed nor sent, but for their last tokens."""
+    """Prompts are repeated. Only their last tokens are computed and sent."""
     served(fleet, 2)
     page = ready(open_page(fleet.api.url))
     expect(page.locator("#found")).to_contain_text(re.compile(r"not computed[1-9].*not sent[1-9]"))
@@ -257,7 +257,7 @@ def test_a_small_screen_needs_no_sideways_scrolling(fleet: Fleet, open_page: Ope
 
 
 def with_the_longest_cancelled(route: Route) -> None:
-    """Tell of the requests as if the last one had been cancelled after as long as the scale of the timeline goes."""
+    """Change the answer: the last request was cancelled after 100 s, the longest time on the scale of the timeline."""
     response = route.fetch()
     told = response.json()
     if told["ended"]:
@@ -272,8 +272,8 @@ def test_nothing_jumps_while_requests_come_in(fleet: Fleet, open_page: Open) -> 
     page = ready(open_page(fleet.api.url))
     served(fleet, 12)
     expect(page.locator("#requests-rows > tr")).to_have_count(12)
-    page.wait_for_timeout(2500)  # two more rounds of news
-    page.evaluate("document.body.style.paddingTop = '1px'")  # a shift of our own, so that there is one to be told
+    page.wait_for_timeout(2500)  # two more updates of the page
+    page.evaluate("document.body.style.paddingTop = '1px'")  # one shift on purpose, so that there is one to report
     assert page.evaluate(LAYOUT_SHIFT) < 0.05
 
 

@@ -1,4 +1,4 @@
-"""Calls of a prefill node, as its router makes them: where the tests of the service start."""
+"""Calls of a prefill node, as its router makes them. Fixtures for tests of the service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transport.closing import closing
 async def collect(
     events: AsyncIterator[PrefillEvent], on_event: Callable[[], None] | None = None
 ) -> list[PrefillEvent]:
-    """Read a call up to the fate of its first push; `on_event` is called after each event."""
+    """Read a call up to the outcome of its first push. `on_event` is called after each event."""
     found = []
     async with closing(events):
         async for event in events:
@@ -38,7 +38,7 @@ async def close(events: AsyncIterator[object]) -> None:
 
 
 async def prefill_only(service: PrefillService, request: Request) -> Prefilled:
-    """Run a prompt whose KV nobody wants."""
+    """Run a prompt without a handoff."""
     (event,) = await collect(service.prefill(PrefillJob(request, request.request_id, 0, handoff=False)))
     assert isinstance(event, Prefilled)
     return event

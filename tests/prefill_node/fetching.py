@@ -1,4 +1,4 @@
-"""A conversation, and prefill nodes that may fetch it: where the tests of fetches start."""
+"""A conversation, and prefill nodes that may fetch it. Fixtures for tests of fetches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from transport.base import KvSender, Lend
 
 ANSWER = PI + 7
 FEW = ("hack", "rot-k3v2")
-"""One without exact pages, and one with some."""
+"""A codec without exact pages, and one with some."""
 FETCHES: dict[str, Any] = {"prefix_fetch": PrefixFetch.ALWAYS, "fetch_s": TIMEOUT_S}
 
 
 class Between:
-    """A prefill node's way to the decode node, on which a test stands: `lend` is what arrives."""
+    """A prefill node's sender whose fetches come from `lend`, so that a test can change what the decode node lends."""
 
     def __init__(self, sender: KvSender, lend: Lend) -> None:
         self._sender, self._lend = sender, lend
@@ -34,16 +34,16 @@ class Between:
         return self._lend(handoff)
 
     async def close(self) -> None:
-        """The sender belongs to the pair."""
+        """Do nothing: the pair closes the sender."""
 
 
 @asynccontextmanager
 async def second_turn(
     worker: Worker, strike: Callable[[Lend], Lend] = lambda lend: lend, **settings: Any
 ) -> AsyncIterator[tuple[Pair, tuple[int, ...]]]:
-    """The prompt of a conversation's second turn, its decode node, and a prefill node that has nothing of it.
+    """The prompt of a conversation's second turn, its decode node, and a prefill node that holds none of its pages.
 
-    `strike` changes what the decode node lends.
+    `strike` wraps the decode node's `Lend`.
     """
     ids = prompt(1, 3 * PI + 5)
     async with paired(worker) as nodes:
@@ -72,8 +72,8 @@ async def stat(nodes: Pair, name: str) -> float:
 
 
 async def rows_are_kept(nodes: Pair, worker: Worker, sequences: int) -> None:
-    """The exact rows at the ends of so many sequences are in host memory, with codecs that need them."""
+    """Wait until the exact rows at the ends of `sequences` sequences are in host memory, if the codec needs them."""
     if worker.codec.window.pages > 1:
         async with asyncio.timeout(TIMEOUT_S):
-            while len(nodes.decode.inbox.lender.rows) < sequences:  # noqa: ASYNC110  # nothing tells of a copy
+            while len(nodes.decode.inbox.lender.rows) < sequences:  # noqa: ASYNC110  # no event reports a copy
                 await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""An outbox and two decode nodes that take what it sends: where the tests of shipments start."""
+"""An outbox and two decode nodes that receive its pushes. Fixtures for tests of shipments."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ PATIENCE = Patience(unassigned_s=300.0, kept_s=1800.0)
 
 
 class Halving:
-    """A wire form for planes whose bytes are all alike: half of them are enough."""
+    """A wire form for planes whose bytes are all equal. It sends half of them."""
 
     name, method = "halving", 201
 
     def cap(self, raw_bytes: int) -> int:
-        """Half of it."""
+        """Half of the raw size."""
         return raw_bytes // 2
 
     def encode(self, plane: Bytes, itemsize: int) -> bytes | None:
-        """The first half."""
+        """The first half of the plane."""
         return plane[: plane.size // 2].tobytes()
 
     def decode(self, coded: memoryview, plane: Bytes, itemsize: int) -> None:
-        """Twice the same."""
+        """Fill the plane with the first byte."""
         plane[:] = coded[0]
 
 
 def frames(name: str, epoch: int, form: WireForm = RAW) -> list[KvFrame]:
-    """What an engine would write: a page of one plane for each of three layers."""
+    """The frames that an engine would write: one page of one plane for each of three layers."""
     writer = FrameWriter(name, epoch, form)
     pages = [torch.full((1, 1, FRAME_BYTES), layer, dtype=torch.uint8) for layer in range(FRAMES)]
     return [next(writer.frames(layer, 0, {"k": page})) for layer, page in enumerate(pages)]
@@ -67,7 +67,7 @@ def end(name: str, epoch: int) -> HandoffEnd:
 
 @dataclass(eq=False)
 class Receiver:
-    """A decode node that takes every handoff, and holds on where a test closes the gate."""
+    """A decode node that accepts every handoff. It waits after each frame while a test has its gate closed."""
 
     listener: KvListener
     address: str = ""
@@ -78,7 +78,7 @@ class Receiver:
     error: Exception | None = None
 
     async def deliver(self, handoff: Handoff, items: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
-        """Take a handoff."""
+        """Receive a handoff."""
         taken = []
         async for item in items:
             taken.append(item)
@@ -109,7 +109,7 @@ class Bench:
             node.gate.set()
 
     def open(self, name: str, epoch: int = 0, address: str = "", *, filled: int = FRAMES) -> Shipment:
-        """A shipment with room, its first frames, and, if all are there, its end."""
+        """A shipment with a claim on host memory and its first `filled` frames; if these are all, also its end."""
         shipment = self.outbox.open(PrefillJob(greedy(name, (5, 6, 7), 4), name, epoch, address))
         assert shipment.kv.claim_room()
         for frame in frames(name, epoch)[:filled]:
@@ -123,12 +123,12 @@ class Bench:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that wait and that are kept."""
+        """Bytes of KV that waits or is kept."""
         return self.pool.bytes_of(Tenant.WAITING) + self.pool.bytes_of(Tenant.KEPT)
 
     @property
     def held(self) -> tuple[int, int]:
-        """Requests' worth of bytes that wait and that are kept."""
+        """The numbers of requests whose KV waits and whose KV is kept."""
         waiting, kept = (self.pool.bytes_of(tenant) // KV_BYTES for tenant in (Tenant.WAITING, Tenant.KEPT))
         return waiting, kept
 

@@ -1,5 +1,5 @@
-"""A prompt waits for the worst case of its KV, and for no more of those that started before it than they turned out to
-take: with a wire form that shrinks pages, more KV fits into the same host memory."""
+"""A prompt waits for host memory for the worst case of its KV, beside the real size of earlier prompts' KV. So with a
+wire form that shrinks pages, more KV fits into the same host memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PAGES = 6
 
 
 def worst_bytes(worker: Worker) -> int:
-    """Of what stays of a prompt of `PAGES` full pages, uncoded."""
+    """The uncoded bytes of the rows that stay of a prompt of `PAGES` full pages."""
     return worker.footprint.wire_bytes(rows_held(worker.codec, PAGES * PI))
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 async def test_held_bytes_are_those_of_the_frames(codec: str) -> None:
-    """Whatever the codec; the receipt counts the same bytes."""
+    """This holds for every codec. The receipt counts the same bytes."""
     worker = tiny_worker(codec)
     request = greedy("r", prompt(1, PAGES * PI), 2)
     async with paired(worker) as nodes:
@@ -51,7 +51,7 @@ async def test_held_bytes_are_those_of_the_frames(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", [name for name in sorted(CODECS) if tiny_worker(name).codec.wire_form.name != "raw"])
 async def test_what_coding_saved_lets_the_next_prompt_start(codec: str) -> None:
-    """Host memory for one worst case and what the first prompt's frames really took: the second starts beside it."""
+    """Host memory has room for one worst case and the first prompt's real frames, so the second prompt can start."""
     worker = tiny_worker(codec)
     first, second = greedy("first", prompt(1, PAGES * PI), 2), greedy("second", prompt(2, PAGES * PI), 2)
     async with paired(worker) as nodes, closing(nodes.prefill.prefill(PrefillJob(first, "first", 0))) as events:

@@ -1,4 +1,4 @@
-"""A prefill node that drains: what it has is finished, or is for another node."""
+"""A prefill node that drains finishes its prompts or leaves them to another node."""
 
 from __future__ import annotations
 

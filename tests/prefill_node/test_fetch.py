@@ -1,6 +1,6 @@
-"""A prefill node that lacks pages of a prompt fetches them from the decode node. Nobody can tell from the tokens.
+"""A prefill node that lacks pages of a prompt fetches them from the decode node. Tokens do not change.
 
-Every test asks for the tokens of one process that serves the prompt alone, from the beginning.
+Every test compares with the tokens of one process that serves the prompt alone, from the beginning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transport.closing import closing
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_a_fresh_prefill_node_goes_on_with_what_the_decode_node_kept(codec: str) -> None:
-    """Turn after turn on another prefill node: each fetches what there is, and computes the rest."""
+    """Each turn has another prefill node, which fetches the kept pages and computes the rest."""
     worker = tiny_worker(codec)
     ids = prompt(1, 3 * PI + 5)
     async with paired(worker) as nodes:
@@ -45,7 +45,7 @@ async def test_a_fresh_prefill_node_goes_on_with_what_the_decode_node_kept(codec
 
 @pytest.mark.parametrize("codec", FEW)
 async def test_the_node_that_has_the_prompt_fetches_the_answer(codec: str) -> None:
-    """And what was fetched is known like any page: a second prompt finds it."""
+    """Fetched pages are known like any others, so a second prompt finds them."""
     worker = tiny_worker(codec)
     ids = prompt(1, 3 * PI + 5)
     async with paired(worker) as nodes, exchanged(nodes, worker, **FETCHES) as others:
@@ -124,7 +124,7 @@ async def test_a_prompt_whose_every_token_is_scored_is_computed() -> None:
 
 @pytest.mark.parametrize("codec", FEW)
 async def test_a_prompt_that_is_held_to_its_last_token_computes_its_last_page(codec: str) -> None:
-    """At least one token is computed. With exact pages nobody kept the rows before that page, so all is computed."""
+    """At least one token is computed. With exact pages no rows before that page are kept, so all are computed."""
     worker, ids = tiny_worker(codec), prompt(1, 3 * PI)
     async with paired(worker) as nodes:
         await turn(nodes, ids, "first", tokens=2)
@@ -137,7 +137,7 @@ async def test_a_prompt_that_is_held_to_its_last_token_computes_its_last_page(co
 
 
 async def test_what_a_client_left_unfinished_can_be_fetched() -> None:
-    """A stop string is found by the router, which closes the call in the middle of a step."""
+    """The router finds a stop string and closes the call in the middle of a step."""
     worker, ids = tiny_worker("rot-k3v2"), prompt(1, PI + 3)
     said = tuple(token.token_id for token in cold(worker, ids, 4 * PI))
     async with paired(worker) as nodes:
@@ -156,13 +156,13 @@ async def test_what_a_client_left_unfinished_can_be_fetched() -> None:
         async with exchanged(nodes, worker, **FETCHES) as others:
             served = await turn(others, following, "next")
             assert served.tokens == cold(worker, following)
-            # The sequence may have run a page farther than its reader had read.
+            # The sequence may have run a page further than its reader has read.
             assert served.prefilled.fetched_tokens >= 4 * PI
             await others.assert_idle()
 
 
 async def test_many_prompts_fetch_at_once_into_few_pages() -> None:
-    """Nobody holds pages while it waits, so a pool that has room for two at a time serves them all."""
+    """Waiting prompts hold no pages, so a pool with room for two at a time serves them all."""
     worker, begun = tiny_worker(), [prompt(number, 3 * PI + number) for number in range(8)]
     async with paired(worker, num_pages=128) as nodes:
         firsts = await asyncio.gather(*(turn(nodes, ids, f"a{n}") for n, ids in enumerate(begun)))
@@ -175,7 +175,7 @@ async def test_many_prompts_fetch_at_once_into_few_pages() -> None:
 
 
 async def test_without_host_memory_nothing_is_fetched() -> None:
-    """What is fetched claims its bytes before the first comes; there is room for what the prompt itself sends."""
+    """A fetch claims its bytes before the first comes. Here there is only room for the KV that the prompt sends."""
     worker = tiny_worker("fp16")
     async with second_turn(worker, host_bytes=2 * worker.footprint.page_bytes, **FETCHES) as (nodes, ids):
         served = await turn(nodes, ids, "second")

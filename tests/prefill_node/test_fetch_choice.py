@@ -1,4 +1,4 @@
-"""Fetch or compute, by what was measured."""
+"""The choice between fetching and computing, by measurements."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_node_of_one_speed_is_measured_wherever_it_ran(
 
 
 def test_stretches_of_a_prompt_have_speeds_of_their_own() -> None:
-    """Tokens far into a prompt take longer. What was not measured is taken for like its neighbour, the later of two."""
+    """Tokens far into a prompt take longer. An unmeasured stretch has the speed of its neighbour; of two, the later."""
     speed = PassSpeed(1.0)
     speed.ran([(0, 100)], 1.0)
     speed.ran([(2 * FIRST_STRETCH, 100)], 4.0)
@@ -99,7 +99,7 @@ def test_a_small_fetch_measures_how_far_away_its_lender_is() -> None:
 
 
 def test_a_fetch_that_was_given_up_measures_its_link_however_little_came() -> None:
-    """Else a node would try a slow link again and again."""
+    """Otherwise a node would try a slow link again and again."""
     speed = FetchSpeed(1e6)
     speed.gave_up("a", 1000, 10.0, now=0.0)
     assert speed.seconds("a", 1000, NOTHING, 0.0) == pytest.approx(ASSUMED_WAIT_S + 10.0)
@@ -108,7 +108,7 @@ def test_a_fetch_that_was_given_up_measures_its_link_however_little_came() -> No
 
 
 def test_what_fetches_measured_is_believed_for_a_while() -> None:
-    """Else a node that found a link slow once would never find out that it is fast again."""
+    """Otherwise a node that once found a link slow would never find out that it has become fast."""
     speed = FetchSpeed(1e6)
     speed.fetched("a", 10**6, 5.0, 100.0, now=0.0)
     assert speed.seconds("a", 10**6, NOTHING, BELIEVED_S) == pytest.approx(105.0)

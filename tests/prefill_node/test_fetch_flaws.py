@@ -1,4 +1,4 @@
-"""Fetches that go wrong, come late or are not wanted any more: the prompt is computed, and nothing stays held."""
+"""If a fetch fails, comes late or is not needed any more, the prompt is computed, and nothing stays held."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def struck(rule: FaultRule, lend: Lend) -> Lend:
 
 
 class Halt:
-    """Lends one item, and the others when it may `go`."""
+    """A `Lend` that gives one item, and the others when `go` is set."""
 
     def __init__(self) -> None:
         self.begun, self.go = asyncio.Event(), asyncio.Event()
@@ -71,7 +71,7 @@ async def test_a_lender_that_stalls_is_given_up(settings: dict[str, Any]) -> Non
     async with second_turn(worker, lambda lend: struck(rule, lend), **settings) as (nodes, ids):
         assert (await turn(nodes, ids, "second")).tokens == cold(worker, ids)
         assert await stat(nodes, "hackkv_fetch_failed_slow_total") == 1
-        if not settings:  # it is not tried again at once
+        if not settings:  # with `auto`, no fetch is tried again at once
             await turn(nodes, longer(ids, await turn(nodes, ids, "third"), 4), "fourth")
             assert await stat(nodes, "hackkv_fetch_chosen_total") == 1
 
@@ -118,7 +118,7 @@ async def test_a_prompt_that_waits_for_its_pages_holds_up_nobody() -> None:
 
 
 def test_what_was_fetched_makes_room_for_kv_that_waits() -> None:
-    """It is a copy of what the decode node has; nobody waits for it."""
+    """Fetched pages are copies of pages that the decode node has, so they yield."""
     host = HostPool(100, lambda _: None)
     fetched = Fetched(0, 1, 60)
     assert fetched.claim_room(host)

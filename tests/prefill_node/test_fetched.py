@@ -29,7 +29,7 @@ def bytes_of(memory: KvMemory, page: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("first", range(4))
 @pytest.mark.parametrize("codec", FEW)
 def test_pages_that_are_here_by_then_are_not_written(codec: str, first: int) -> None:
-    """The prompt shares its first pages with others, who may be reading them. What it lacks comes bit-exact."""
+    """The prompt shares its first pages with others, which may read them. The pages that it lacks come bit-exactly."""
     worker, generator = tiny_worker(codec), torch.Generator().manual_seed(1)
     rows = len(PAGES) * PI
     expected = Expected(worker.layout, worker.codec.wire_planes, rows, worker.footprint)

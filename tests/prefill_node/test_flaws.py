@@ -1,4 +1,4 @@
-"""What goes wrong within a prefill pass fails the prompts at fault, and neither their neighbours nor the node."""
+"""An error within a prefill pass fails the prompts at fault, but not their neighbours or the node."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.prefill_node.calls import collect, prefill_only
 
 
 async def test_nan_fails_its_own_request_only() -> None:
-    """Three prompts in one pass, NaN weights for a token of the second: named, and its neighbours are unharmed.
+    """Of three prompts in one pass, the second has a token with NaN weights. It is named, and the others are unharmed.
 
-    Their frames, sent before the pass was repeated, are not sent again: the decode node takes the handoffs.
+    Frames that the others sent before the pass was repeated are not sent again: the decode node accepts the handoffs.
     """
     worker = poisoned(tiny_worker("hack"), 511)
     good = [greedy(f"g{n}", prompt(n, n), 5) for n in (PI + 3, 2 * PI)]
@@ -45,8 +45,8 @@ async def test_nan_fails_its_own_request_only() -> None:
 
 
 async def test_logits_that_are_not_finite_fail_their_own_request_only() -> None:
-    """Found at the very end of a pass, when all frames have left: the repeated pass must not send them twice, nor
-    score the prompt twice."""
+    """The error is found at the end of a pass, when all frames have left. The repeated pass must not send
+    them twice, nor score the prompt twice."""
     worker = unspeakable(tiny_worker("hack", layers=1), 511)
     good = [greedy(f"g{n}", prompt(n, n), 5, prompt_logprobs=0) for n in (PI + 3, 2 * PI)]
     bad = greedy("bad", (*prompt(8, 20), 511), 5)
@@ -65,7 +65,7 @@ async def test_logits_that_are_not_finite_fail_their_own_request_only() -> None:
 
 
 async def test_a_cut_prompt_between_complete_ones_is_not_blamed_for_their_logits() -> None:
-    """A pass may hold [complete, cut, complete]; the third one's logits are bad."""
+    """The pass has prompts [complete, cut, complete], and the third one's logits are not finite."""
     worker = unspeakable(tiny_worker("hack", layers=1), 511)
     requests = [
         greedy("complete", prompt(1, PI // 2), 1),

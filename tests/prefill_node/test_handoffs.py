@@ -1,4 +1,4 @@
-"""How KV leaves a prefill node: while its prompt runs, from the outbox, and again if a decode node is lost."""
+"""KV leaves a prefill node while its prompt runs, from the outbox, and again if a decode node is lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Frames = AsyncIterator[KvFrame | HandoffEnd]
 
 
 async def test_frames_leave_before_the_prompt_is_complete() -> None:
-    """Layer by layer: the wire has all pages of layer 0 while layer 1 has not begun."""
+    """Frames leave layer by layer: the wire has all pages of layer 0 when layer 1 has not begun."""
     codec = GatedCodec()
     worker = replace(tiny_worker("fp16"), codec=codec)
     arrived: asyncio.Queue[KvFrame | HandoffEnd] = asyncio.Queue()
@@ -106,7 +106,7 @@ async def test_kv_waits_in_the_outbox_until_a_decode_node_is_named() -> None:
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @pytest.mark.parametrize("when", ["after the handoff", "while the prompt runs"])
 async def test_kv_goes_to_another_decode_node_and_gives_the_same_tokens(codec: str, when: str) -> None:
-    """The first decode node takes some of it, or all, and is lost; the prompt is computed once."""
+    """The first decode node gets some or all of the KV and is lost. The prompt is computed once."""
     worker = tiny_worker(codec)
     request = greedy("r", prompt(2, 5 * PI + 3), 6)
     async with paired(worker, chunk_pages=1) as nodes:
@@ -138,7 +138,7 @@ async def test_kv_goes_to_another_decode_node_and_gives_the_same_tokens(codec: s
 
 @pytest.mark.parametrize("assigned", [True, False], ids=["assigned", "cancelled"])
 async def test_a_full_host_pool_starts_no_prompt_until_it_drains(assigned: bool) -> None:
-    """And then goes on by itself, whether the frames that waited were sent or dropped."""
+    """Then it goes on by itself, whether the waiting frames were sent or dropped."""
     worker = tiny_worker("hack")
     first, second = greedy("first", prompt(3, 40), 4), greedy("second", prompt(4, 40), 4)
     async with paired(worker, host_bytes=1 << 14) as nodes:
@@ -153,7 +153,7 @@ async def test_a_full_host_pool_starts_no_prompt_until_it_drains(assigned: bool)
             assert await anext(decoding) == Reserved()
             await nodes.prefill.assign("first", 0, nodes.address)
             assert isinstance(await anext(held), HandedOff)
-            with pytest.raises(StopAsyncIteration):  # it makes room for the second
+            with pytest.raises(StopAsyncIteration):  # its KV makes room for the second
                 await anext(held)
             await close(decoding)
         await close(held)
@@ -165,7 +165,7 @@ async def test_a_full_host_pool_starts_no_prompt_until_it_drains(assigned: bool)
 
 
 async def test_a_handoff_that_fails_is_told_after_token_0_and_the_kv_stays() -> None:
-    """The decode node does not know the transfer when its first frame comes; a later epoch finds all frames."""
+    """The decode node does not know the transfer when its first frame comes. A later epoch finds all frames."""
     codec = GatedCodec()
     worker = replace(tiny_worker("fp16"), codec=codec)
     request = greedy("r", prompt(11, 8 * PI), 4)

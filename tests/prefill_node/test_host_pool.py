@@ -1,4 +1,4 @@
-"""The budget of host memory: exact at every moment, and taken from whom it should be taken."""
+"""The budget of host memory is exact at every moment, and claims push out the right tenants."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from prefill_node.host_pool import Claim, HostPool, Tenant
 
 CAPACITY = 100
 ORDER = [Tenant.PREFIX, Tenant.KEPT]
-"""Who goes first."""
+"""Tenants in the order in which they are pushed out."""
 
 
 class Tenants(RuleBasedStateMachine):
-    """Claims of every kind come, change and go; a list of the living, oldest of its kind first, is the model."""
+    """Claims of every kind come, change and go. The model is a list of living claims, the oldest of each kind first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tenants(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from([Tenant.WAITING, Tenant.PREFIX]), num_bytes=st.integers(0, CAPACITY + 10))
     def claim(self, tenant: Tenant, num_bytes: int) -> None:
-        """A claim pushes out just enough of those below it, prefix pages first, the oldest first."""
+        """A claim pushes out just enough claims of lower rank: prefix pages first, and the oldest first."""
         below = ORDER if tenant is Tenant.WAITING else [Tenant.PREFIX]
         due, free = [], CAPACITY - self.held(*Tenant)
         for claim in [claim for kind in below for claim in self.living if claim.tenant is kind]:
@@ -58,7 +58,7 @@ class Tenants(RuleBasedStateMachine):
     @precondition(lambda self: self.living)
     @rule(data=st.data(), tenant=st.sampled_from([Tenant.WAITING, Tenant.KEPT]))
     def turn(self, data: st.DataObject, tenant: Tenant) -> None:
-        """Committed, assigned again: the claim is the youngest of its new kind."""
+        """A claim changes its tenant, and is then the youngest of its new kind."""
         claim = data.draw(st.sampled_from(self.living))
         if claim.tenant is Tenant.PREFIX:
             tenant = Tenant.PREFIX
@@ -72,7 +72,7 @@ class Tenants(RuleBasedStateMachine):
     @precondition(lambda self: self.living or self.gone)
     @rule(data=st.data())
     def shrink(self, data: st.DataObject) -> None:
-        """A claim keeps its place and gives back what it does not need, never more than it has."""
+        """A claim keeps its age and gives back bytes, never more than it has."""
         claim = data.draw(st.sampled_from(self.living + self.gone))
         num_bytes = data.draw(st.integers(0, claim.num_bytes))
         due = self.left + num_bytes * (claim in self.living and claim.tenant is Tenant.WAITING)
@@ -85,7 +85,7 @@ class Tenants(RuleBasedStateMachine):
     @precondition(lambda self: self.living or self.gone)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """Also a second time, and also what was lost."""
+        """A claim is released, possibly for the second time or after it was lost."""
         claim = data.draw(st.sampled_from(self.living + self.gone))
         due = self.left + claim.num_bytes * (claim in self.living and claim.tenant is Tenant.WAITING)
         self.pool.release(claim)
@@ -97,12 +97,12 @@ class Tenants(RuleBasedStateMachine):
     @precondition(lambda self: self.gone)
     @rule(data=st.data(), tenant=st.sampled_from(Tenant))
     def turn_what_is_gone(self, data: st.DataObject, tenant: Tenant) -> None:
-        """Nothing comes back to life."""
+        """A lost claim stays lost."""
         self.pool.change_tenant(data.draw(st.sampled_from(self.gone)), tenant)
 
     @invariant()
     def bytes_add_up(self) -> None:
-        """By kind and in all, and never above the budget."""
+        """Bytes add up, by kind and in total, and never exceed the budget."""
         for tenant in Tenant:
             assert self.pool.bytes_of(tenant) == self.held(tenant)
         assert self.pool.free_bytes == CAPACITY - self.held(*Tenant) >= 0

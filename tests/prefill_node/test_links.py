@@ -1,4 +1,4 @@
-"""Links are measured by what passes them, and the frames for a slow one are coded."""
+"""Links are measured by the pushes that pass them, and frames for a slow link are coded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HANDOFF = Handoff("t", 0, Fingerprint(()), 1)
 
 
 class Paced:
-    """A wire that turns a clock: so many seconds a byte, and so many until the receiver has committed."""
+    """A wire that advances a clock by fixed seconds per byte, and by `commit_s` until the receiver has committed."""
 
     def __init__(self, seconds_per_byte: float, commit_s: float, error: HackkvError | None = None) -> None:
         self.now = 0.0
@@ -51,7 +51,7 @@ class Paced:
 
 
 async def items(wire: Paced, num_bytes: int) -> AsyncIterator[KvFrame | HandoffEnd]:
-    """Four frames that take long to come, and the end."""
+    """Four frames that take long to be ready, and the end."""
     for seq in range(4):
         wire.now += 100.0
         yield KvFrame("t", 0, seq, 0, 0, 1, seq, 1, 0, (), bytes(num_bytes // 4))
@@ -84,7 +84,7 @@ async def test_small_pushes_and_failed_ones_measure_nothing() -> None:
 
 
 async def test_a_prompt_for_a_slow_link_travels_in_fewer_bytes_and_decodes_to_the_same() -> None:
-    """Beside a link that is faster than any coder, over which only what measures the coder is coded."""
+    """The other link is faster than any coder. There only the frames that measure the coder are coded."""
     worker = tiny_worker("fp16", wire_form="auto")
     tokens = 16 * PI
     request, sent = greedy("r", prompt(1, tokens), 4), list[int]()

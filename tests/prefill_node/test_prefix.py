@@ -125,8 +125,8 @@ class Bench:
 @pytest.mark.parametrize("common", HIT_LENGTHS)
 @pytest.mark.parametrize(("codec", "settings"), SETTINGS, ids=str)
 async def test_a_hit_changes_no_byte_and_no_token(codec: str, settings: dict[str, Any], common: int) -> None:
-    """Whole pages of what two prompts have in common are computed once. Where exact rows are needed beside them, the
-    second prompt computes them too, and leaves the rows where the two part."""
+    """Whole pages that two prompts have in common are computed once. If a codec needs exact rows beside them, the
+    second prompt computes those pages too, and leaves the rows at the point where the two prompts part."""
     ids = prompt(1, common) + prompt(2, PI + 5)
     others = [prompt(1, common) + prompt(seed, 40) for seed in (3, 4)]
     shared = common // PI * PI
@@ -145,7 +145,7 @@ async def test_a_hit_changes_no_byte_and_no_token(codec: str, settings: dict[str
 
 @pytest.mark.parametrize("length", [PI - 1, PI, PI + 1, 2 * PI, 3 * PI + 7])
 async def test_the_last_token_of_a_prompt_is_always_computed(length: int) -> None:
-    """The same prompt again: everything but its last page, or what follows that."""
+    """If the same prompt comes again, only its last page is computed, or the tokens after its last full page."""
     async with Bench() as bench:
         first, again = await bench.serve(prompt(1, length)), await bench.serve(prompt(1, length))
     assert first.computed_tokens == length
@@ -171,8 +171,8 @@ async def test_pages_go_to_host_memory_and_come_back_bit_equal(codec: str) -> No
 
 @pytest.mark.parametrize("resume_points", [1, 3])
 async def test_a_node_goes_on_with_as_many_conversations_as_it_has_resume_points(resume_points: int) -> None:
-    """Second turns in the order of the first. With a point for each they cost what is new; else the points of those
-    that come later are gone when they come."""
+    """Second turns come in the order of the first. With a point for each, a turn computes only its new tokens. With
+    fewer points, each point is gone by the time its turn comes."""
     turns = [prompt(seed, 2 * PI) for seed in range(3)]
     async with Bench("rot-window", resume_points=resume_points) as bench:
         for turn in turns:
@@ -182,7 +182,7 @@ async def test_a_node_goes_on_with_as_many_conversations_as_it_has_resume_points
 
 
 async def test_a_prompt_goes_on_after_a_pass_of_another_and_after_its_end() -> None:
-    """With exact pages: where a pass ended and where the prompt ended, not between."""
+    """With exact pages, a prompt can go on where a pass ended and where the prompt ended, not between."""
     first = prompt(1, 5 * PI)
     async with Bench("rot-window", chunk_pages=2) as bench:
         assert (await bench.serve(first)).computed_tokens == 5 * PI
@@ -196,8 +196,8 @@ async def test_a_prompt_goes_on_after_a_pass_of_another_and_after_its_end() -> N
 async def test_a_pass_that_failed_for_another_is_not_repeated_on_rows_that_it_has_overwritten(
     monkeypatch: pytest.MonkeyPatch, prefix_cache: bool
 ) -> None:
-    """The last layer fails one of two prompts in their second pass. The other one has overwritten rows of the first
-    layer that a repeated pass would read, so it starts over, and its bytes are those that it has alone."""
+    """The last layer fails one of two prompts in their second pass. The other prompt has overwritten rows of the first
+    layer that a repeated pass would read. So it starts over, and its bytes are the same as when it runs alone."""
     ids, bad, failed = prompt(1, 7 * PI + 3), prompt(2, 3 * PI), list[int]()
     async with Bench("rot-window", prefix_cache=False) as cold:
         expected = await cold.serve(ids)
@@ -242,7 +242,7 @@ async def test_a_salt_separates_tenants() -> None:
 
 
 async def test_prompts_that_share_a_prefix_which_is_just_being_computed() -> None:
-    """Each computes what nobody had sealed when it started; all get the same bytes, and one copy stays."""
+    """Each prompt computes pages that were not sealed when it started. All get the same bytes, and one copy stays."""
     common, ends = prompt(1, 5 * PI), [prompt(seed, 10 + seed) for seed in range(2, 8)]
     async with Bench(prefix_cache=False) as cold, Bench(num_pages=64, chunk_pages=2) as warm:
         expected = [await cold.serve(common + end) for end in ends]
@@ -302,7 +302,7 @@ async def test_a_decode_node_goes_on_from_a_hit(codec: str) -> None:
 
 
 async def test_after_a_pass_that_broke_nothing_is_believed(caplog: pytest.LogCaptureFixture) -> None:
-    """What the pages hold is in doubt then, so the prefix is computed again."""
+    """The content of the pages is then in doubt, so the prefix is computed again."""
 
     class Breaking(GatedCodec):
         broken = False

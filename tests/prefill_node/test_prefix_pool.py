@@ -1,4 +1,4 @@
-"""Shared pages: whoever holds a page finds in it what its name says, and every page and byte has one owner."""
+"""Shared pages: a held page contains what its name says, and every page and byte is counted once."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Running:
         self.done = grant.cached_tokens // PI
 
     def content(self, index: int) -> object:
-        """What page `index` must hold: everything that its bytes depend on."""
+        """The content that page `index` must have: everything on which its bytes depend."""
         return (self.salt, self.ids[: (index + 1) * PI])
 
 
 class Pages(RuleBasedStateMachine):
-    """Passes over prompts that come and go, with a device and a host memory that remember what was written where."""
+    """Passes over prompts that come and go, with models of device and host memory that record what was written."""
 
     exact = False
-    """Whether prompts need the exact rows at the end of what they take over."""
+    """Whether prompts need the exact rows at the end of the pages that they take over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Pages(RuleBasedStateMachine):
         succeeds=st.booleans(),
     )
     def run_a_pass(self, wanted: list[tuple[tuple[int, ...], str, bool]], data: st.DataObject, succeeds: bool) -> None:
-        """Prompts start, pages move, pages are computed, and published if the pass succeeds."""
+        """Prompts start, pages move, and pages are computed. They are published if the pass succeeds."""
         started: list[Running] = []
         taken, waiting = self.held_slots, set(range(SLOTS)) - self.held_slots - set(self.pool.idle_slots)
         for ids, salt, hit in wanted:
@@ -112,7 +112,7 @@ class Pages(RuleBasedStateMachine):
 
     @rule(ids=prompts, salt=st.sampled_from(["", "salt"]), data=st.data())
     def fetch(self, ids: tuple[int, ...], salt: str, data: st.DataObject) -> None:
-        """Pages of a prompt come from a decode node; they are offered until it is complete."""
+        """Pages of a prompt come from a decode node. They are offered until the prompt is complete."""
         names = NAMING.names(ids, salt)
         if names:
             end = data.draw(st.integers(1, len(names)))
@@ -148,13 +148,13 @@ class Pages(RuleBasedStateMachine):
 
     @rule()
     def forget_slots(self) -> None:
-        """An idle node gives the memory of slots back that nobody needs: their rows are lost."""
+        """An idle node gives back the memory of slots that no prompt needs. Their rows are lost."""
         for slot in self.pool.idle_slots:
             self.slots.pop(slot, None)
 
     @property
     def held_slots(self) -> set[int]:
-        """One of each prompt."""
+        """The slots of running prompts, one each."""
         slots = {each.grant.slot for each in self.running}
         assert len(slots) == len(self.running)
         return slots
@@ -165,7 +165,7 @@ class Pages(RuleBasedStateMachine):
 
     @rule(event=st.sampled_from(["pressed", "relaxed", "relaxed", "broken"]), num_bytes=st.integers(0, HOST_BYTES))
     def disturb(self, event: str, num_bytes: int) -> None:
-        """Waiting KV takes host memory and gives it back; something goes wrong and no name is believed any more."""
+        """Waiting KV takes host memory or gives it back, or an error makes the pool forget all names."""
         if event == "pressed" and (claim := self.host.claim(Tenant.WAITING, num_bytes, lambda: None)):
             self.others.append(claim)
         if event == "relaxed" and self.others:
@@ -176,14 +176,14 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def every_sealed_page_holds_what_its_prompt_needs(self) -> None:
-        """However it came there."""
+        """The way by which a page came does not matter."""
         for each in self.running:
             for index in range(each.done):
                 assert self.device[each.grant.pages[index]] == each.content(index)
 
     @invariant()
     def pages_slots_and_bytes_add_up(self) -> None:
-        """Prompts share pages, but never with the free ones; host memory is counted by the page."""
+        """A held page is never free, even if prompts share it. Host memory is counted by the page."""
         held = {page for each in self.running for page in each.grant.pages}
         assert self.pool.free_pages == PAGES - len(held)
         free, idle = set(range(SLOTS)) - self.held_slots, set(self.pool.idle_slots)
@@ -191,8 +191,8 @@ class Pages(RuleBasedStateMachine):
         assert self.host.bytes_of(Tenant.PREFIX) == PAGE_BYTES * self.pool.known_pages[1]
 
     def teardown(self) -> None:
-        """Nothing is lost: as many prompts as there are slots can have one each, and one that needs every page can have
-        them."""
+        """Nothing is lost: as many prompts as there are slots get one each, and a prompt that needs every page gets
+        them all."""
         self.all_leave()
         small = [grant for _ in range(SLOTS) if (grant := self.pool.take(1))]
         assert sorted(grant.slot for grant in small) == list(range(SLOTS))
@@ -204,7 +204,7 @@ class Pages(RuleBasedStateMachine):
 
 
 class ExactPages(Pages):
-    """The same with prompts that go on from exact rows: whoever takes over pages finds the rows at their end."""
+    """`Pages` with prompts that go on from exact rows: a prompt that takes over pages finds the rows at their end."""
 
     exact = True
 
@@ -216,7 +216,7 @@ TestExactPages.settings = settings(max_examples=80, stateful_step_count=30)
 
 
 def test_digests_that_collide_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every page of every prompt has the same digest here; still no prompt gets the pages of another."""
+    """All pages of all prompts have the same digest here. Still no prompt gets the pages of another."""
     monkeypatch.setattr(naming, "_digest", lambda _: b"same")
     pool = PrefixPool(PAGES, SLOTS, PI, HostPool(0, lambda _: None), PAGE_BYTES)
     for ids, salt, cached in (((1, 2, 3), "", 0), ((1, 2, 3), "", 2), ((1, 3, 3), "", 0), ((1, 2, 3), "salt", 0)):
@@ -228,7 +228,7 @@ def test_digests_that_collide_are_found_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_beginning_of_a_prefix_outlives_its_end() -> None:
-    """Least recently used first, and of one prompt its last page first."""
+    """The least recently used prompt loses pages first, and a prompt loses its last page first."""
     pool = PrefixPool(4, SLOTS, PI, HostPool(0, lambda _: None), PAGE_BYTES)
     for ids in ((1, 1, 2, 2), (3, 3, 4, 4)):
         grant = pool.take(4, NAMING.names(ids, ""))
@@ -247,7 +247,7 @@ def test_the_beginning_of_a_prefix_outlives_its_end() -> None:
 
 
 def test_what_resume_points_are_kept_for() -> None:
-    """With two slots: two conversations go on turn by turn, and what many prompts begin with outlives their ends."""
+    """With two slots, two conversations go on turn by turn. A beginning that many prompts share outlives their ends."""
     turns = [((who, *range(turn)), turn) for turn in range(5) for who in (8, 9)]
     system = [((0, 0, last), 2 * (last > 2)) for last in range(1, 6)]
     for prompts in (turns, system):

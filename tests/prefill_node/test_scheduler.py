@@ -1,4 +1,4 @@
-"""The prefill queue: within the budget, by whole pages, nobody starves, and nothing is lost or held twice."""
+"""The prefill queue keeps to its budget, cuts at whole pages, starves no prompt, and loses no page."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Queue(RuleBasedStateMachine):
     @precondition(lambda self: self.in_pass is None)
     @rule(admit=st.booleans())
     def start(self, admit: bool) -> None:
-        """A pass starts: its chunks go on where their prompts stand, within the budget, and waste none of it."""
+        """A pass starts. Its chunks go on where their prompts stand, stay within the budget, and waste none of it."""
         chunks = self.in_pass = self.scheduler.schedule(lambda _: admit)
         alive, started = self.alive, [prompt for prompt in self.alive if prompt.grant]
         total = sum(chunk.count for chunk in chunks)
@@ -87,12 +87,12 @@ class Queue(RuleBasedStateMachine):
     @precondition(lambda self: self.added)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """Any prompt leaves, also twice, also when it is done, also during a pass."""
+        """Any prompt leaves: perhaps twice, when it is done already, or during a pass."""
         self.scheduler.leave(data.draw(st.sampled_from(self.added)))
 
     @invariant()
     def pages_have_one_owner_and_come_back(self) -> None:
-        """Pages are held by prompts that run, and until the end of the pass by those that left during it."""
+        """Pages are held by running prompts and, until the pass ends, by prompts that left during it."""
         grants = [prompt.grant for prompt in self.added if prompt.grant]
         pages = [page for grant in grants for page in grant.pages]
         assert len(set(pages)) == len(pages) == PAGES - self.pool.free_pages
@@ -104,7 +104,7 @@ class Queue(RuleBasedStateMachine):
 
     @invariant()
     def loads_are_told_truly(self) -> None:
-        """What the router balances by."""
+        """The router balances prompts by these numbers."""
         if self.in_pass is None:
             assert self.scheduler.queued_tokens == sum(prompt.remaining for prompt in self.alive)
             assert self.scheduler.running == sum(prompt.grant is not None for prompt in self.alive)
@@ -117,7 +117,7 @@ TestQueue.settings = settings(max_examples=60, stateful_step_count=30)
 
 @given(st.lists(st.integers(1, WHOLE_POOL), min_size=1, max_size=12), st.integers(PI, 5 * PI))
 def test_every_prompt_ends_after_the_least_number_of_tokens(lengths: list[int], chunk_tokens: int) -> None:
-    """Progress: passes end, no token is computed twice, and the pool is whole again."""
+    """Passes end, no token is computed twice, and the pool is whole again."""
     pool = page_pool()
     scheduler: PrefillScheduler[int] = PrefillScheduler(pool, chunk_tokens)
     for index, length in enumerate(lengths):
@@ -140,7 +140,7 @@ def test_every_prompt_ends_after_the_least_number_of_tokens(lengths: list[int], 
 def test_nobody_starves_however_many_shorter_prompts_come(
     budget: int, older: list[int], length: int, arrivals: list[list[int]]
 ) -> None:
-    """A prompt ends within twice as many passes as it and its elders have pages, whatever comes after it."""
+    """A prompt ends within twice as many passes as it and older prompts have pages, whatever comes after it."""
     scheduler: PrefillScheduler[str] = PrefillScheduler(page_pool(pages=10_000, slots=1000), budget)
     for each in older:
         scheduler.add(Prompt("older", each))
@@ -158,7 +158,7 @@ def test_nobody_starves_however_many_shorter_prompts_come(
 @pytest.mark.parametrize("budget_pages", [1, 2, 3, 8])
 @pytest.mark.parametrize("long", [100, 100_000])
 def test_a_short_prompt_behind_a_long_one_waits_for_one_pass_at_most(budget_pages: int, long: int) -> None:
-    """It came while a pass ran, and runs to its end in the next: two chunks to its first token."""
+    """It comes while a pass runs, and runs to its end in the next pass: two chunks to its first token."""
     scheduler: PrefillScheduler[str] = PrefillScheduler(page_pool(pages=long, slots=8), budget_pages * PI)
     scheduler.add(Prompt("long", long))
     short_tokens = max(1, budget_pages // 2) * PI
@@ -173,7 +173,7 @@ def test_a_short_prompt_behind_a_long_one_waits_for_one_pass_at_most(budget_page
 
 
 def test_who_finds_no_room_is_overtaken_a_few_times_only() -> None:
-    """Or an endless stream of small prompts would take every bit of room that comes free."""
+    """Otherwise an endless stream of small prompts would take all room that comes free."""
     scheduler: PrefillScheduler[str] = PrefillScheduler(page_pool(), 2 * PI)
     scheduler.add(Prompt("big", WHOLE_POOL))
     small = [Prompt("small", PI) for _ in range(MAX_SKIPS + 5)]
@@ -200,7 +200,7 @@ def test_a_prompt_starts_only_when_it_is_admitted() -> None:
 
 
 def test_short_prompts_fill_what_a_page_leaves_of_the_budget() -> None:
-    """A whole prompt may run in less than a page of budget; only cutting one needs whole pages."""
+    """A whole prompt may run in less than a page of budget. Only a prompt that is cut needs whole pages."""
     scheduler: PrefillScheduler[int] = PrefillScheduler(page_pool(), PI)
     for index, length in enumerate((1, 2, 1, 2)):
         scheduler.add(Prompt(index, length))

@@ -28,7 +28,7 @@ from tests.prefill_node.calls import collect, prefill_only
 
 @pytest.mark.parametrize("chunk_pages", [1, 2, 8])
 async def test_first_tokens_equal_the_reference_for_any_chunk_size(chunk_pages: int) -> None:
-    """Eight prompts at once share passes; each gets what it would get alone."""
+    """Eight prompts at once share passes. Each gets the token that it would get alone."""
     worker = tiny_worker("hack")
     lengths = (1, PI - 1, PI, PI + 1, 2 * PI, 5 * PI + 3, 3, 77)
     requests = [greedy(f"r{n}", prompt(n, n), 1) for n in lengths]
@@ -42,7 +42,7 @@ async def test_first_tokens_equal_the_reference_for_any_chunk_size(chunk_pages: 
 
 
 async def test_a_full_queue_turns_prompts_away_and_says_when_to_come_back() -> None:
-    """The longest wait while nothing leaves; a prompt that is the only one is never too long for the queue."""
+    """The wait is the longest one while no prompt leaves. A prompt alone is never too long for the queue."""
     codec = GatedCodec()
     async with paired(replace(tiny_worker("fp16"), codec=codec), chunk_pages=1, queue_tokens=3 * PI) as nodes:
         first = asyncio.create_task(prefill_only(nodes.prefill, greedy("long", prompt(1, 4 * PI), 1)))
@@ -58,7 +58,7 @@ async def test_a_full_queue_turns_prompts_away_and_says_when_to_come_back() -> N
 
 @pytest.mark.parametrize("phase", ["queued", "in a pass", "between passes", "in the outbox"])
 async def test_cancelling_frees_everything(phase: str) -> None:
-    """In each phase, and the next request is served as if nothing had been."""
+    """This holds in each phase, and the next request is served as if nothing had happened."""
     codec = GatedCodec()
     worker = replace(tiny_worker("fp16"), codec=codec)
     victim, other = greedy("victim", prompt(5, 3 * PI + 1), 4), greedy("other", prompt(6, 2 * PI), 4)
@@ -96,7 +96,7 @@ async def test_cancelling_frees_everything(phase: str) -> None:
 
 @pytest.mark.parametrize("long_prompt", ["cancelled", "goes on"])
 async def test_a_short_prompt_waits_for_one_chunk_of_a_long_one(long_prompt: str) -> None:
-    """Two passes of two layers each take it to its token: the one during which it came, and its own."""
+    """The short prompt gets its token after two passes: the one during which it came, and its own."""
     codec = GatedCodec()
     async with paired(replace(tiny_worker("fp16"), codec=codec)) as nodes:
         long = asyncio.create_task(prefill_only(nodes.prefill, greedy("long", prompt(1, 30 * PI), 1)))
@@ -133,7 +133,7 @@ async def test_a_request_that_ends_with_token_0_is_not_handed_off(ending: Finish
 
 @pytest.mark.parametrize("chunk_pages", [1, 2, 8])
 async def test_prompt_logprobs_cross_chunk_boundaries(chunk_pages: int) -> None:
-    """Position by position they are those of one whole forward pass."""
+    """Log-probabilities equal those of one whole forward pass, position by position."""
     worker = tiny_worker("fp16")
     ids = prompt(10, 4 * PI + 7)
     async with paired(worker, chunk_pages=chunk_pages) as nodes:

@@ -1,4 +1,4 @@
-"""KV stays until its request ends and can be sent again; whatever happens, bytes are counted and every state ends."""
+"""KV stays until its request ends, and can be sent again. Whatever happens, bytes are counted and every state ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_what_was_handed_off_is_sent_again_as_if_it_had_been_written_in_th
 
 
 async def test_a_later_epoch_gives_up_a_push_under_way_and_takes_all_frames_with_it() -> None:
-    """While the prompt still runs: one frame has left, the others come after the new assignment."""
+    """The prompt still runs: one frame has left, and the others come after the new assignment."""
     async with benched() as bench:
         bench.first.gate.clear()
         shipment = bench.open("t", 0, bench.first.address, filled=1)
@@ -155,7 +155,7 @@ async def test_kv_is_not_kept_for_ever_though_nobody_reads() -> None:
 
 
 async def test_frames_that_come_after_the_end_are_not_held() -> None:
-    """The engine's thread does not know yet."""
+    """The engine's thread does not know of the end yet."""
     async with benched() as bench:
         shipment = bench.open("t", filled=1)
         await bench.outbox.close(shipment)
@@ -167,7 +167,7 @@ async def test_frames_that_come_after_the_end_are_not_held() -> None:
 
 @pytest.mark.parametrize("when", ["waiting", "kept"])
 async def test_memory_that_coding_saves_is_given_back_as_frames_come(when: str) -> None:
-    """The claim is for the worst case until the frames say what they take; each says it the moment it is there."""
+    """The claim is for the worst case. Each frame tells its real size when it comes, and the rest is given back."""
     async with benched(room=1) as bench:
         address = bench.first.address if when == "kept" else ""
         shipment = bench.open("t", 0, address, filled=0)

@@ -1,4 +1,4 @@
-"""Shipments in every order of events: bytes are those of the living, and every fate is told once."""
+"""Shipments in every order of events: only live shipments hold bytes, and every fate is told once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(assigned=st.booleans())
     def open(self, assigned: bool) -> None:
-        """A job comes, with a decode node or without."""
+        """A job comes, with or without a decode node."""
         self.count += 1
         name, address = f"t{self.count}", self.bench.first.address if assigned else ""
 
@@ -73,7 +73,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), count=st.integers(1, FRAMES + 1))
     def compute(self, data: st.DataObject, count: int) -> None:
-        """Its prompt runs on, if there is room for it."""
+        """The prompt of a shipment runs on if there is room for its KV."""
         name = self.any_name(data)
         shipment = self.alive[name]
         before = sum(self.bench.held)
@@ -126,13 +126,13 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_those_of_the_living(self) -> None:
-        """All of its KV from a prompt's start until it is gone, and never more than there is room for."""
+        """A shipment holds all its KV from the prompt's start until it is gone, and the total stays within the room."""
         holding = [name for name, one in self.alive.items() if self.filled[name] and not one.kv.gone]
         assert sum(self.bench.held) == len(holding) <= self.ROOM
 
     @invariant()
     def fates_are_told_once_and_in_order(self) -> None:
-        """And success only of what is complete."""
+        """Success is told of complete KV only."""
         for name, fates in self.fates.items():
             epochs = [fate.epoch for fate in fates]
             assert epochs == sorted(set(epochs))
@@ -140,7 +140,7 @@ class Lives(RuleBasedStateMachine):
             assert self.filled[name] > FRAMES or not any(isinstance(fate, HandedOff) for fate in fates)
 
     def teardown(self) -> None:
-        """When nothing stalls any more, every complete KV is where it was last assigned to; then all ends."""
+        """Once nothing stalls, every complete KV is at the node to which it was last assigned. Then all ends."""
         for node in (self.bench.first, self.bench.second):
             self.act(node.gate.set, turns=100)
         for name, shipment in self.alive.items():

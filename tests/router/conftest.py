@@ -1,4 +1,4 @@
-"""A tiny byte-level tokenizer, and the HTTP API over a scripted cluster, in this process and as two others."""
+"""A tiny byte-level tokenizer, and the HTTP API over a scripted cluster, in this process or in two others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import httpx2  # what the openai client speaks
+import httpx2  # the HTTP client of the openai package
 import pytest
 from openai import AsyncOpenAI
 from starlette.types import ASGIApp
@@ -76,21 +76,21 @@ class Api:
     tokenizer: Tokenizer
     http: httpx.AsyncClient
     http2: httpx2.AsyncClient
-    """What official clients speak."""
+    """The HTTP client for official API clients."""
     openai: AsyncOpenAI
     before: dict[str, float] = field(default_factory=dict)
-    """What `/metrics` said when the test began."""
+    """The series of `/metrics` when the test began."""
 
     async def assert_idle(self) -> None:
-        """As `Cluster.assert_idle`."""
+        """See `Cluster.assert_idle`."""
         self.cluster.assert_idle()
 
     async def metrics(self) -> dict[str, float]:
-        """What `/metrics` says."""
+        """The series of `/metrics`."""
         return series((await self.http.get("/metrics", headers=self.openai.auth_headers)).text)
 
     async def counted(self, name: str) -> float:
-        """What a counter of `/metrics` has counted in this test. A counter that is not there fails the test."""
+        """The increase of a counter of `/metrics` during this test. A missing counter fails the test."""
         return (await self.metrics())[name] - self.before.get(name, 0.0)
 
 
@@ -103,16 +103,16 @@ class Inside(Api):
 
 
 class Outside(Api):
-    """An API of other processes, each of which hears a little later what the others do."""
+    """An API of several other processes. Each learns with a delay what the others do."""
 
     async def assert_idle(self) -> None:
-        """Once the news has come."""
+        """Wait until the cluster is idle and all processes know."""
         async with asyncio.timeout(PATIENCE_S):
             while self.cluster.open or await self._booked():  # noqa: ASYNC110  (the news comes over sockets)
                 await asyncio.sleep(0.01)
 
     async def _booked(self) -> float:
-        """Tokens and sequences, as whoever answers knows of."""
+        """The tokens and sequences that the answering process knows of."""
         told = await self.metrics()
         return sum(told[name] for name in told if name.startswith(("hackkv_node_tokens", "hackkv_router_inflight")))
 
@@ -133,7 +133,7 @@ def make_served(cluster: Cluster, tokenizer: Tokenizer, **settings: Any) -> Serv
 
 
 def make_app(served: ServedModel, **settings: Any) -> ASGIApp:
-    """The HTTP API over it."""
+    """The HTTP API over `served`."""
     config = RouterConfig.model_validate(_given(served.tokenizer.folder, settings))
     max_body_bytes, body_s = config.limits.max_body_bytes, config.deadlines.body_s
     return build_app(served, config.keys(), max_body_bytes, body_s, cors_origins=config.cors_origins)
@@ -146,7 +146,7 @@ def _given(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
-    """Of the router of `api`. Tests that need some are parametrized with them."""
+    """Settings of the router of `api`. Tests that need some are parametrized with them."""
     return {}
 
 
@@ -154,7 +154,7 @@ def settings() -> dict[str, Any]:
 async def api(
     request: pytest.FixtureRequest, cluster: Cluster, tokenizer: Tokenizer, settings: dict[str, Any]
 ) -> AsyncIterator[Api]:
-    """The HTTP API over `cluster`: in this process, and as two others over real sockets."""
+    """The HTTP API over `cluster`: in this process, or in two others over real sockets."""
     key: str = settings.get("api_keys", ["none"])[0]
     if request.param == 1:
         async with _inside(cluster, tokenizer, key, settings) as api:
@@ -166,9 +166,9 @@ async def api(
 
 
 INSIDE = pytest.mark.parametrize("api", [1], indirect=True, ids=["inside"])
-"""For tests that look into the process: they get `Inside`."""
+"""For tests that inspect the process: they get `Inside`."""
 ALSO_OUTSIDE = pytest.mark.parametrize("api", [1, 2], indirect=True, ids=["inside", "workers"])
-"""For tests that `make test` runs with two processes too, rather than `make test-all` alone."""
+"""For tests that run with two processes in `make test` too, not only in `make test-all`."""
 
 
 @asynccontextmanager
@@ -188,14 +188,14 @@ async def _inside(cluster: Cluster, tokenizer: Tokenizer, key: str, settings: di
 
 @asynccontextmanager
 async def outside(cluster: Cluster, tokenizer: Tokenizer, key: str, url: str) -> AsyncIterator[Outside]:
-    """Every request has a connection of its own, for which the system chooses a process."""
+    """An API at `url`. Every request has a connection of its own, for which the system chooses a process."""
     fresh = {"max_keepalive_connections": 0}
     async with (
         httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=httpx.Limits(**fresh), verify=NO_TLS) as client,
         httpx2.AsyncClient(timeout=PATIENCE_S, limits=httpx2.Limits(**fresh), verify=NO_TLS) as http2,
     ):
         openai = AsyncOpenAI(api_key=key, base_url=f"{url}/v1", http_client=http2, max_retries=0)
-        # Until all processes know the nodes: the leader, which told of them before, asks each.
+        # Wait until all processes know the nodes: for this answer the leader asks each process, after the news.
         assert (await client.get("/api/requests", headers=openai.auth_headers)).status_code == 200
         api = Outside(cluster, tokenizer, client, http2, openai)
         api.before.update(await api.metrics())
@@ -208,7 +208,7 @@ TwoWorkers = Callable[[dict[str, Any]], dict[str, str]]
 
 @pytest.fixture(scope="session")
 def two_workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoWorkers]:
-    """Routers of two processes, without nodes: one for all tests that want the same settings, which are a handful.
+    """Routers of two processes, without nodes. Tests with the same settings share one; there are few settings.
 
     Each test lets its own nodes join, under the same names.
     """
@@ -234,7 +234,7 @@ def two_workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def check_error(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The envelope of an error."""
+    """Check the envelope of an error; return the error."""
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}

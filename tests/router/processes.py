@@ -23,18 +23,19 @@ from transport.rpc_server import RpcServer
 
 PATIENCE_S = 240.0
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For clients of `http` alone: httpx would read the certificates of the machine for each, which takes 40 ms."""
+"""For clients of `http` only. Otherwise httpx would read the machine's certificates for each client, which takes
+40 ms."""
 UNHURRIED = dict.fromkeys(("transfer_s", "landed_s", "token_s"), 3600.0)
-"""Deadlines of a router that end nothing while a test is patient: what lets go of a node has another reason."""
+"""Deadlines of a router that are longer than any test: requests leave a node for other reasons."""
 WORKERS = pytest.mark.parametrize("workers", [1, 2])
-"""For tests of the router as processes: what one process keeps, several keep together."""
+"""For tests of the router as one process and as several: both must keep the same rules."""
 ROUTERS = pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-"""The same for more tests: `make test` runs them with one process, `make test-all` with two as well."""
+"""Like `WORKERS`, but only `make test-all` runs these tests with two processes."""
 
 
 @asynccontextmanager
 async def router(checkpoint: Path, *settings: str) -> AsyncIterator[tuple[Process, dict[str, str]]]:
-    """A running router and the addresses it announced."""
+    """A running router and the addresses that it announced."""
     base = (f"model={checkpoint}", "listen.port=0", "control.port=0", "served_model_name=tiny")
     deadlines = (f"deadlines.{name}={seconds}" for name, seconds in UNHURRIED.items())
     arguments = [argument for setting in (*base, *deadlines, *settings) for argument in ("--set", setting)]
@@ -50,7 +51,7 @@ async def router(checkpoint: Path, *settings: str) -> AsyncIterator[tuple[Proces
 
 @asynccontextmanager
 async def nodes(control: str) -> AsyncIterator[tuple[ScriptedPrefill, ScriptedDecode]]:
-    """One prefill and one decode node, as `joined` has them."""
+    """One prefill and one decode node that have joined the router at `control`."""
     cluster = Cluster(prefill=1, decode=1)
     async with joined(cluster, control):
         yield cluster.prefill["p0"], cluster.decode["d0"]
@@ -58,7 +59,7 @@ async def nodes(control: str) -> AsyncIterator[tuple[ScriptedPrefill, ScriptedDe
 
 @asynccontextmanager
 async def joined(cluster: Cluster, control: str) -> AsyncIterator[None]:
-    """The nodes of a cluster behind real gRPC servers, registered with the router at `control` as new processes."""
+    """Register the nodes of a cluster, behind real gRPC servers, with the router at `control` as new processes."""
     incarnation = uuid4().hex
     async with AsyncExitStack() as stack:
         channels = ChannelPool()
@@ -79,6 +80,6 @@ async def joined(cluster: Cluster, control: str) -> AsyncIterator[None]:
 
 
 def series(page: str) -> dict[str, float]:
-    """What `/metrics` says, by 'name{labels}'."""
+    """The series of a page of `/metrics`: 'name{labels}' -> value."""
     lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}

@@ -1,4 +1,4 @@
-"""One request over a scripted cluster: what the client got of it, and what was left."""
+"""Runs one request over a scripted cluster and records the tokens of its client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def request(max_tokens: int = 5, seed: int = 3, prompt: tuple[int, ...] = PROMPT
 
 
 class Run:
-    """A flight and what the client got."""
+    """A flight and the tokens that its client got."""
 
     def __init__(
         self,
@@ -53,28 +53,28 @@ class Run:
 
     @property
     def ids(self) -> list[int]:
-        """What the client has."""
+        """The token ids that the client got."""
         return [token.token_id for token in self.tokens]
 
     def assert_whole(self) -> None:
-        """Stages sum to the total. A clock that runs would have gone on between the one and the other."""
+        """Assert that stages sum to the total. The clock is stopped first: it would go on between the two readings."""
         clock = self.flight.clock
         clock.stop()
         assert sum(clock.stages().values()) == pytest.approx(clock.total_s, rel=1e-9)
 
     def stages(self) -> dict[Stage, float]:
-        """Where time was spent, in seconds."""
+        """Stage -> seconds, for stages that took time."""
         return {stage: seconds for stage, seconds in self.flight.clock.stages().items() if seconds > 0}
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the event loop turn until something is so; a test that waits in vain is ended by its timeout."""
+    """Let the event loop run until `condition` is true. The timeout of the test ends a wait in vain."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
 def assert_served(run: Run, cluster: Cluster) -> None:
-    """The whole answer, each token once, and everything given back."""
+    """Assert that the client got the whole answer, each token once, and that everything is given back."""
     assert run.ids == count_up(run.flight.request)
     assert [token.index for token in run.tokens] == list(range(len(run.tokens)))
     assert run.tokens[-1].finish is Finish.LENGTH
@@ -83,7 +83,7 @@ def assert_served(run: Run, cluster: Cluster) -> None:
 
 
 def counted(run: Run, name: str) -> dict[str, float]:
-    """Every series of a counter that has counted, by its labels."""
+    """The series of a counter that are not 0, by their labels."""
     lines = (line for line in run.metrics.render().decode().splitlines() if line.startswith(f"{name}_total"))
     series = {labels: float(value) for labels, _, value in (line.rpartition(" ") for line in lines)}
     return {labels.removeprefix(f"{name}_total"): value for labels, value in series.items() if value}

@@ -1,7 +1,7 @@
-"""A small cluster in this process: nodes that follow a script where real ones compute.
+"""A small cluster in this process. Its nodes follow a script instead of computing.
 
-They keep the contract of `transport.base`: a prefill node keeps the KV until its stream is closed (unless the script
-says that its pool is full) and sends it as often as it is assigned; a decode node goes on after the tokens it is told.
+They keep the contract of `transport.base`. A prefill node keeps the KV until its stream is closed (unless the script
+says that its pool is full), and sends it for each assignment. A decode node goes on after the tokens `emitted`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Answer = Callable[[Request], list[int]]
 
 
 class Point(StrEnum):
-    """Where a node can be made to stop or fail."""
+    """Points at which a node can be made to wait or fail."""
 
     PREFILL = "prefill"
     HANDOFF = "handoff"
@@ -61,7 +61,7 @@ class Point(StrEnum):
 
 
 def info(role: Role, node_id: str = "", **changes: object) -> NodeInfo:
-    """A report; pages only on decode nodes."""
+    """A node's report. Only decode nodes have pages."""
     node_id = node_id or f"{role}-0"
     pages = 64 if role is Role.DECODE else 0
     values: dict[str, object] = {
@@ -74,14 +74,14 @@ def info(role: Role, node_id: str = "", **changes: object) -> NodeInfo:
 
 
 def count_up(request: Request) -> list[int]:
-    """The default script: letters that depend on the prompt, the seed and the index only, and never end."""
+    """The default answer: letters that depend only on the prompt, the seed and the index, up to `max_tokens`."""
     base = sum(request.prompt_ids) + 31 * request.sampling.seed
     return [LETTER_A + (base + 7 * index) % 26 for index in range(request.sampling.max_tokens)]
 
 
 @dataclass(slots=True)
 class Script:
-    """What the nodes of a cluster do. `faults` and `gates` are used up as they are met, by node and point."""
+    """The behaviour of a cluster's nodes. Each of `faults` is raised once; `gates` hold up every node at a point."""
 
     answer: Answer = count_up
     faults: dict[tuple[str, Point], list[HackkvError]] = field(default_factory=dict)
@@ -91,18 +91,18 @@ class Script:
     keeps_kv: bool = True
     """Whether prefill nodes have room to keep KV that was handed off."""
     cached_tokens: int = 0
-    """Of each prompt, by an earlier request."""
+    """Tokens of each prompt that a prefill node need not compute."""
     held: HeldKv = NOTHING_HELD
-    """Of each prompt, on every decode node."""
+    """The part of each prompt that every decode node holds."""
     swaps: bool = False
     """Whether a sequence is swapped out before `fail_at_token`."""
     unscored: int = 0
-    """Tokens at a prompt's end whose log-probabilities are missing though they were asked for."""
+    """Tokens at a prompt's end whose log-probabilities are missing although the request asks for them."""
     babbles: bool = False
-    """Whether nodes send events out of order, too."""
+    """Whether nodes also send events out of order."""
 
     async def meet(self, node_id: str, point: Point) -> None:
-        """Be at a point: say so, wait at its gate, fail if a fault is due."""
+        """Reach a point: set its event, wait at its gate, fail if a fault is due."""
         self.reached[point].set()
         await asyncio.sleep(0)
         if gate := self.gates.get(point):
@@ -182,7 +182,7 @@ class ScriptedPrefill:
         self.jobs: list[PrefillJob] = []
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Token 0, then a push for each assignment."""
+        """Yield token 0, then the outcome of a push for each assignment."""
         self.jobs.append(job)
         assigned = self.open[job.transfer_id] = asyncio.Queue()
         if job.decode_address:
@@ -210,7 +210,7 @@ class ScriptedPrefill:
         try:
             await self.script.meet(self.node_id, Point.HANDOFF)
             landing = self._decode[address.removeprefix("inproc://")].open.get(job.transfer_id)
-            if landing is None or landing.done():  # the decode node let go of it, or has it
+            if landing is None or landing.done():  # the decode node has ended the call, or has the KV
                 raise HandshakeRefused("unknown transfer")
         except TransferError as error:
             return HandoffFailed(epoch, error.code, str(error))
@@ -230,7 +230,7 @@ class ScriptedPrefill:
 
 
 def receipt_for(job: PrefillJob) -> Receipt:
-    """Bytes as two bits would need them."""
+    """A receipt with the bytes of two-bit codes."""
     tokens = len(job.request.prompt_ids)
     return Receipt(job.transfer_id, tokens, (("k_codes", 2 * tokens), ("v_codes", 3 * tokens)), 7, 32 * tokens, 0.0)
 
@@ -259,7 +259,7 @@ class Cluster:
         self._pages = pages
 
     async def join(self) -> Cluster:
-        """Register every node; again, it is a report."""
+        """Register every node. A repeat renews the leases."""
         for node_id in (*self.prefill, *self.decode):
             await self.report(node_id)
         return self
@@ -269,7 +269,7 @@ class Cluster:
         await self.fleet.nodes.register(self.info(node_id, **changes))
 
     def info(self, node_id: str, **changes: object) -> NodeInfo:
-        """What a node reports."""
+        """A node's report, with `changes`."""
         if node_id in self.prefill:
             return info(Role.PREFILL, node_id, **changes)
         pages = {"total_pages": self._pages, "free_pages": self._pages}
@@ -281,42 +281,42 @@ class Cluster:
         return [job for node in self.prefill.values() for job in node.jobs]
 
     def demand(self, tokens: int) -> Demand:
-        """The next request asks, for room that it takes whole when it lands."""
+        """The demand of the next request. It takes all of its room when it lands."""
         return Demand(Need(tokens, tokens), self.fleet.next_serial())
 
     def fail(self, node_id: str, point: Point, *errors: HackkvError) -> None:
-        """Make a node fail the next times it gets to a point."""
+        """Make a node fail with each of `errors` in turn when it reaches a point."""
         self.script.faults.setdefault((node_id, point), []).extend(errors or (NodeLost(f"{node_id} died"),))
 
     def overload(self, *node_ids: str) -> None:
-        """Make nodes say once that they have no room."""
+        """Make nodes report once that they have no room."""
         for node_id in node_ids:
             point = Point.PREFILL if node_id in self.prefill else Point.RESERVE
             self.fail(node_id, point, Overloaded("full"))
 
     def gate(self, point: Point) -> asyncio.Event:
-        """Stop everybody at a point until the returned event is set."""
+        """Hold up all nodes at a point until the returned event is set."""
         gate = self.script.gates[point] = asyncio.Event()
         return gate
 
     @property
     def nodes(self) -> list[ScriptedPrefill | ScriptedDecode]:
-        """Those of both roles."""
+        """The nodes of both roles."""
         return [*self.prefill.values(), *self.decode.values()]
 
     @property
     def open(self) -> list[str]:
-        """What is open on the nodes: transfers, by their names."""
+        """The ids of the transfers that are open on the nodes."""
         return [transfer_id for node in self.nodes for transfer_id in node.open]
 
     def assert_idle(self) -> None:
-        """Nothing is open on any node, and every load counter is back at zero."""
+        """Assert that no transfer is open on any node, and every load counter is back at zero."""
         assert self.open == []
         assert all(member.booked == Booked() for member in self.fleet.nodes.members())
         assert self.fleet.waiting == 0
 
 
 async def settled(work: Awaitable[None]) -> None:
-    """Wait for work, and for what it left to the event loop."""
+    """Wait for work, and for callbacks that it left to the event loop."""
     await work
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""An application whose model has a given chat template and says a given text to everything."""
+"""An application whose model has a given chat template and always answers with a given text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.router.scripted import Cluster
 
 
 def speaking_app(checkpoint: Path, folder: Path, cluster: Cluster, answer: str, template: str) -> ASGIApp:
-    """The HTTP API over `cluster`; a copy of `checkpoint` with the template is made in `folder`."""
+    """The HTTP API over `cluster`. `folder` gets a copy of `checkpoint` with the template."""
     path = shutil.copytree(checkpoint, folder / "checkpoint")
     settings = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
@@ -33,14 +33,14 @@ def speaking_app(checkpoint: Path, folder: Path, cluster: Cluster, answer: str, 
 async def speaking_http(
     checkpoint: Path, folder: Path, cluster: Cluster, answer: str, template: str
 ) -> AsyncIterator[httpx2.AsyncClient]:
-    """What official clients speak, to `speaking_app`."""
+    """The HTTP client for official API clients, connected to `speaking_app`."""
     app = speaking_app(checkpoint, folder, cluster, answer, template)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http:
         yield http
 
 
 def named_events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The data of a stream's events, each of which has its type as its name."""
+    """The data of a stream's events. Asserts that the name of each event is its type."""
     assert response.headers["content-type"].startswith("text/event-stream")
     found = []
     for text in response.text.split("\n\n")[:-1]:
@@ -56,7 +56,7 @@ def shown(cluster: Cluster, checkpoint: Path) -> str:
 
 
 def longest_shown(cluster: Cluster, checkpoint: Path) -> str:
-    """The longest prompt: in a conversation, the latest."""
+    """The longest prompt. In a conversation that is the latest one."""
     return max(_prompts(cluster, checkpoint), key=len)
 
 

@@ -24,7 +24,8 @@ from tests.router.scripted import Point, Script
 
 
 async def held_inside(script: Script) -> float:
-    """Stop the next request between prefill and its last tokens; the seconds that it certainly spent on the nodes."""
+    """Stop the next request between prefill and its last tokens. Returns the seconds that it spent on the nodes at
+    least."""
     arrived, token = script.reached[Point.PREFILL], script.reached[Point.TOKEN]
     gate = script.gates[Point.TOKEN] = asyncio.Event()
     await arrived.wait()
@@ -38,8 +39,8 @@ async def held_inside(script: Script) -> float:
 
 
 def noting(times: dict[str, float]) -> Callable[[str, Any], Awaitable[None]]:
-    """httpx's hook for `trace`, which notes when each event was. From the first byte sent to the last one received is
-    what a client waits for; how long httpx takes to make a request and an answer depends on the machine."""
+    """httpx's hook for `trace`, which notes the time of each event. A client waits from the first byte sent to the last
+    byte received. The time that httpx takes to build a request and an answer depends on the machine."""
 
     async def note(event: str, _: Any) -> None:
         times[event] = time.perf_counter()
@@ -69,7 +70,7 @@ async def test_requests_go_through_real_sockets_and_the_stages_sum_to_the_client
             took_s = times["http11.receive_response_body.complete"] - times["http11.send_request_headers.started"]
             data: dict[str, Any] = response.json() if not stream else json.loads(response.text.split("\n\n")[-3][6:])
             stages_s = sum(data["hackkv"]["stages"].values())
-            # No more than the client waited, no less than it saw the nodes work.
+            # The stages take no more than the client waited, and no less than it saw the nodes work.
             assert inside_s <= stages_s <= took_s
             gaps.append(took_s - stages_s - max(0.02 * took_s, 0.005))
         # The client shares its cores and its event loop with the nodes, so only the calmer requests can be judged.
@@ -92,7 +93,7 @@ async def test_a_client_that_hangs_up_frees_the_nodes_and_a_signal_ends_what_is_
         reached = decode.script.reached[Point.TOKEN]
         body = {"prompt": "xyz", "max_tokens": 8, "stream": True}
         async with client.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.aiter_lines()  # kept: an iterator that nobody holds is closed, and hangs up
+            lines = response.aiter_lines()  # an iterator without a reference is closed, and hangs up
             assert "data: " in await anext(lines)
             await reached.wait()
         async with asyncio.timeout(PATIENCE_S):
@@ -170,13 +171,13 @@ async def test_large_bodies_are_parsed_by_a_fork_of_the_router_that_holds_no_soc
         os.kill(parser, signal.SIGKILL)
         async with asyncio.timeout(PATIENCE_S):
             while (answer := await client.post("/v1/completions", json=body)).status_code != 200:
-                pass  # until its end is noticed, jobs fail
+                pass  # jobs fail until the end of the parser is noticed
         assert answer.json()["usage"]["completion_tokens"] == 3
         assert parser_command(await parser_of(process.pid)) != parser_command(process.pid)
 
 
 async def parser_of(router: int) -> int:
-    """The one child of a router that is not over."""
+    """The one child of a router that still runs."""
     async with asyncio.timeout(PATIENCE_S):
         while len(found := [pid for pid in children_of(router) if parser_command(pid)]) != 1:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -184,7 +185,7 @@ async def parser_of(router: int) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """Its children."""
+    """The child processes of a process."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

@@ -35,7 +35,7 @@ async def test_an_alarm_ends_the_work_of_all_who_heed_it() -> None:
     await asyncio.sleep(0)
     error = NodeLost("gone")
     alarm.ring(error)
-    other.ring(Overloaded("later"))  # both have rung when the tasks hear of it: the first that they name counts
+    other.ring(Overloaded("later"))  # both have rung when the tasks hear of it: the first alarm that they name counts
     for task in tasks:
         with pytest.raises(Overloaded):
             await task

@@ -1,4 +1,4 @@
-"""The shipped model says the same in transformers and here: greedy tokens with exact KV, through the serving path."""
+"""The shipped model gives the same greedy tokens in transformers and here, with exact KV, through the serving path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint in hackkv/shipped: its shape, its size, its chat template, and that it attends to what it was told."""
+"""The checkpoint in hackkv/shipped: its shape, size and chat template, and that it attends to its context."""
 
 import json
 from pathlib import Path

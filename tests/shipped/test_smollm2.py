@@ -1,4 +1,4 @@
-"""The real model, where its package is installed: the same logits as in transformers, and answers that are right."""
+"""The real model, where its package is installed: it has the logits of transformers, and its answers are right."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_it_answers_through_the_serving_path() -> None:
 
 
 def test_hack_is_refused_and_the_default_serves() -> None:
-    """In a table of all that pass, and without a process: `hackkv serve` checks before it starts one."""
+    """The error has a table of all codecs that pass. `hackkv serve` makes this check before it starts a process."""
     with pytest.raises(ConfigError, match="'hack' would spoil the answers of SmolLM2-135M-Instruct") as caught:
         check_codec(ModelConfig(path=SMOLLM2), CodecConfig(name="hack"))
     for name in CALIBRATED:
@@ -98,7 +98,7 @@ def test_the_calibration_that_ships_is_of_this_model(name: str, weights: str) ->
 @pytest.mark.timeout(1800)  # a real model reads a thousand tokens twice for each codec
 @pytest.mark.parametrize("weights", ["bf16", "auto"])
 def test_the_calibration_that_ships_helps(weights: str) -> None:
-    """On text that no calibration has seen. The canary's is too short: roundings of BF16 weigh as much there."""
+    """The text is one that no calibration has seen. The canary's text is too short: BF16 rounding weighs as much."""
     text = "\n\n".join(page.text for page in held_out(SHIPPED).documents if not page.is_code)
     meter = Meter(ModelConfig(path=SMOLLM2, weights=weights), lambda planned: planned.encode(text[:8192])[:1024])
 

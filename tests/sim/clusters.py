@@ -24,7 +24,7 @@ SMALL = {"model": "mistral-7b", "codec": Codec(name="rot-k4v4")}
 
 
 def small(prefills: int = 2, decodes: int = 2, **fields: Any) -> Spec:
-    """A small cluster; `fields` replace what it says of itself."""
+    """A small cluster. `fields` replace fields of its specification."""
     prefill = ReplicaPool(instance="g5.12xlarge", replicas=prefills, tp=4, chunk_tokens=2048)
     decode = ReplicaPool(instance="p4de.24xlarge", replicas=decodes, tp=1)
     load = Load(shape="arxiv", rate=2.0, requests=200)
@@ -39,7 +39,8 @@ def tight(pages: int, **fields: Any) -> Spec:
 
 
 def weightless(folder: Path, codec: str) -> Worker:
-    """Mistral-7B on an A100, which naps; with the tokenizer of a tiny checkpoint, which is written to `folder`."""
+    """Mistral-7B on an A100, without weights: it sleeps instead of computing. Its tokenizer is that of a tiny
+    checkpoint, which is written to `folder`."""
     pool = ReplicaPool(instance="p4de.24xlarge", replicas=1)
     spec = Spec(
         model="mistral-7b", prefill=(pool,), decode=(pool,), codec=Codec(name=codec, settings={"page_tokens": PI})
@@ -49,7 +50,7 @@ def weightless(folder: Path, codec: str) -> Worker:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Every pass and every step takes what `draw` gives."""
+    """Costs in which each step takes the seconds that `draw` gives, and so does each pass if `prefills`."""
 
     draw: Callable[[], float]
     prefills: bool = False

@@ -1,4 +1,4 @@
-"""Books that count give the answers of the live ones."""
+"""The simulator's books, which only count, give the same answers as those of live nodes."""
 
 from __future__ import annotations
 

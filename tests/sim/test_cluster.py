@@ -28,7 +28,7 @@ def simulate(spec: Spec, seed: int = 0, **options: Any) -> SimulationOutcome:
 
 
 def check_books(outcome: SimulationOutcome) -> None:
-    """Nothing is held and nothing was lost."""
+    """Check that nothing is held and nothing was lost."""
     rows, spec = outcome.rows, outcome.spec
     assert rows.filled == len(rows.table)
     for replica in outcome.decodes:
@@ -72,7 +72,7 @@ def test_the_wire_carries_what_the_codec_says() -> None:
 
 @pytest.mark.parametrize("chunk", [256, 8192])
 def test_rows_that_a_codec_evicts_are_neither_sent_nor_held(chunk: int) -> None:
-    """A quarter of each prompt stays: so much is sent when it is complete, and rests while decoding."""
+    """A quarter of each prompt stays: that much is sent when the prompt is complete, and is held while decoding."""
     prefill = ReplicaPool(instance="g5.12xlarge", replicas=2, tp=4, chunk_tokens=chunk)
     load = Load(input_len=6400, output_len=40, requests=20, rate=2.0)
     codecs = (Codec(name="snapkv", settings={"budget": "25%", "of": "rot-k4v4"}), Codec(name="rot-k4v4"))
@@ -156,7 +156,7 @@ def test_routers_share_the_fleet() -> None:
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_routers_one_by_one_give_what_they_give_together(processes: int) -> None:
-    """A router shares nothing with others, so its requests fare alike."""
+    """A router shares nothing with others, so its requests have the same outcome alone."""
     spec = small(prefills=3, decodes=4, policy={"shards": 3}, noise=0.2, load=Load(shape="humaneval", requests=61))
     arrivals = synthetic(spec.load, 0)
     together, apart = run(spec, arrivals), simulate_shards(spec, arrivals, Options(), processes)
@@ -169,7 +169,7 @@ def test_routers_one_by_one_give_what_they_give_together(processes: int) -> None
 
 
 def test_equal_blocks_are_computed_and_sent_once() -> None:
-    """A second turn goes where the first one's pages are, unless others have that much less to do."""
+    """A second turn goes to the replica with the first turn's pages, unless others have that much less to do."""
     blocks = tuple(range(8))
     arrivals = [Arrival(100.0 * number, 4096 + 100, 4, 0, blocks) for number in range(3)]
     outcome = run(small(), arrivals)
@@ -189,7 +189,7 @@ def test_equal_blocks_are_computed_and_sent_once() -> None:
 def test_macro_steps_equal_single_steps_for_any_conversations(
     pages: int, turns: list[tuple[int, int, int, float]]
 ) -> None:
-    """Each of some talks repeats its first blocks; pages run short, so that known ones are given up and swapped."""
+    """Each conversation repeats its first blocks. Pages run short, so known pages are given up and swapped."""
     decode = ReplicaPool(instance="p4de.24xlarge", replicas=2, pages=pages, max_batch=6, max_sequences=24, host_gib=16)
     arrivals = [
         Arrival(at_s, 512 * blocks + 70, output, 0, tuple(100 * talk + index for index in range(blocks)))

@@ -1,4 +1,4 @@
-"""Processes share the cores of their machine: work stretches by what others take, and none is lost."""
+"""Processes share the cores of their machine: work takes longer by the time that others take, and none is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sim.world import World
 from tests.sim.clusters import Drawn, run, small, stages
 
 WORK = st.lists(st.tuples(st.floats(0, 20), st.floats(0.01, 10)), min_size=1, max_size=12)
-"""Begin, seconds alone."""
+"""Begin of each piece of work, and the seconds that it takes alone."""
 
 
 def new_host(cores: float, **fields: Any) -> tuple[World, HostCores]:
@@ -38,7 +38,7 @@ def new_host(cores: float, **fields: Any) -> tuple[World, HostCores]:
         (1, [1.0, 2.0], [2.0, 3.0]),
         (1.5, [3.0, 3.0], [4.0, 4.0]),  # two threads of one core
         (4, [5.0], [5.0]),  # a thread takes one core at most
-        (2, [1.0, 2.0, 3.0], [1.5, 2.5, 3.5]),  # 2/3 of a core each, then a whole one
+        (2, [1.0, 2.0, 3.0], [1.5, 2.5, 3.5]),  # 2/3 of a core each, then a whole core
     ],
 )
 def test_work_stretches_by_what_others_take(cores: float, alone: list[float], ends: list[float]) -> None:
@@ -71,7 +71,7 @@ def test_no_work_is_lost_and_none_is_faster_than_alone(work: list[tuple[float, f
 
 @given(WORK)
 def test_the_router_does_one_thing_after_another(work: list[tuple[float, float]]) -> None:
-    """On cores that are free: what comes waits for what came before (Lindley)."""
+    """On free cores, work waits for the work that came before it (Lindley)."""
     world, host = new_host(2)
     ended: list[float] = []
     work = sorted(work)
@@ -86,7 +86,7 @@ def test_the_router_does_one_thing_after_another(work: list[tuple[float, float]]
 
 @pytest.mark.slow
 def test_a_host_of_two_cores_is_m_m_2() -> None:
-    """With exponential work the number in the system is that of M/M/2, whoever gets how much (Erlang C): within 2%."""
+    """With exponential work, the number in the system is that of M/M/2 (Erlang C) within 2%, for any split of cores."""
     world, host = new_host(2)
     rng, rate, count = np.random.default_rng(5), 1.4, 60_000
     times, sizes = np.cumsum(rng.exponential(1 / rate, count)), rng.exponential(1.0, count)
@@ -105,7 +105,7 @@ def test_a_host_of_two_cores_is_m_m_2() -> None:
 
 
 BUSY = [Arrival(0.5 * number, 6000, 200) for number in range(60)]
-"""More than one prefill and one decode replica can do at a time."""
+"""More work than one prefill replica and one decode replica can do at a time."""
 
 
 def on(cores: float, **fields: Any) -> spec.Spec:
@@ -124,7 +124,7 @@ def test_replicas_stretch_each_other_only_when_cores_run_out() -> None:
 
 
 def test_every_second_of_work_is_done_on_the_cores() -> None:
-    """Passes, steps, handoffs, bytes, requests and tokens: all of them, and no core does more than its time."""
+    """All work of passes, steps, handoffs, bytes, requests and tokens is done, and no core works more than its time."""
     network = NetworkSpec(request_s=0.25, call_s=0.125)
     of = small(1, 1, host=spec.Host(cores=1, step_s=0.003, token_s=0.001, byte_s=1e-8), network=network)
     cluster = Cluster(of, costs=lambda *_: Drawn(lambda: 0.5, prefills=True))

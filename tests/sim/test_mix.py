@@ -34,12 +34,12 @@ LIMITS = parse("ttft_p90=3s,tpot_p90=60ms")
 
 
 def mixed(**fields: Any) -> Spec:
-    """Two kinds for prompts, two for decode."""
+    """A cluster with two kinds of prefill replicas and two of decode replicas."""
     return small(prefill=[A10G, L4], decode=[A100, A100.model_copy(update={"replicas": 2, "pages": 400})], **fields)
 
 
 def question(**available: int) -> Spec:
-    """Mistral-7B on machines of which few can be had."""
+    """A plan of Mistral-7B on instances of which only `available` exist."""
     names = tuple(name.replace("_", ".") for name in available)
     plan = Choices(
         prefill=names,
@@ -108,7 +108,7 @@ def test_what_a_small_kind_cannot_hold_goes_to_the_large_one() -> None:
 
 
 def parts(alone: list[float], usd: list[float]) -> list[Part]:
-    """One part of each of three instances, on four GPUs each, at prices of the test's own."""
+    """One part of each of three instances, on four GPUs each, at the test's prices."""
     spec = question(g5_12xlarge=1, g6_12xlarge=1, p4de_24xlarge=1)
     rows = shipped().instances
     priced = {
@@ -121,8 +121,8 @@ def parts(alone: list[float], usd: list[float]) -> list[Part]:
 
 
 def test_a_mix_by_hand() -> None:
-    """The first kind serves half of the load for 10, a second one of it is not there; the next serves a quarter for 6:
-    10 + 2 x 6 beats 4 x 6, and the last serves a tenth for 5."""
+    """The first kind serves half of the load for 10, and there is only one of it. The next kind serves a quarter for 6,
+    and the last serves a tenth for 5. So 10 + 2 x 6 beats 4 x 6."""
     found = cheapest_mix([parts([2, 4, 10], [10, 6, 5])], {"g5.12xlarge": 1})
     assert found is not None
     assert [(part.rig.pool.instance, part.count) for part in found[0]] == [("g5.12xlarge", 1), ("g6.12xlarge", 2)]

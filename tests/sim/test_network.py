@@ -33,7 +33,7 @@ def test_rates_are_max_min_fair(plan: list[tuple[int, int, float, float, float]]
         assert load[link.name] <= link.rate * (1 + 1e-9)
     for flow, rate in given_rates.items():
         assert rate > 0
-        if rate < flow.limit * (1 - 1e-9):  # so a link on its way is full, and nobody there has more
+        if rate < flow.limit * (1 - 1e-9):  # so a link on its path is full, and no flow there has more
             full = [link for link in flow.links if load[link.name] >= link.rate * (1 - 1e-9)]
             assert any(
                 rate >= max(other for one, other in given_rates.items() if link in one.links) * (1 - 1e-9)

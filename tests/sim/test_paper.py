@@ -1,4 +1,4 @@
-"""The paper's numbers, the formulas and the fits that stand in docs/paper.md."""
+"""The paper's numbers, formulas and fits in docs/paper.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ R = Parameters(
     kvquant=1.32,
     rho=0.83,
 )
-"""A fit by other code, with the seconds that it gave for the baseline on Cocktail."""
+"""Parameters fitted by other code. A test below has the seconds that this code gave for the baseline on Cocktail."""
 
 
 def test_every_case_has_a_placement() -> None:

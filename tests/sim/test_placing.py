@@ -1,4 +1,4 @@
-"""The arrays choose as the router's policy does."""
+"""Placement by arrays makes the same choices as the router's policy."""
 
 from __future__ import annotations
 

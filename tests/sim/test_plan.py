@@ -27,7 +27,7 @@ plan: {tp: [1, 4], pp: [1], codecs: [{name: fp16}, {name: rot-k4v4}]}
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Spec:
-    """A small question."""
+    """The specification of a small plan."""
     (tmp_path / "spec.yaml").write_text(SPEC)
     return read_spec(tmp_path / "spec.yaml")
 

@@ -35,7 +35,7 @@ for name in sys.argv[1:]:
 
 
 def test_no_tensor_library_and_no_event_loop_is_loaded() -> None:
-    """In an interpreter of its own, since this one has loaded both."""
+    """The test starts another interpreter, since this one has loaded both."""
     done = subprocess.run([sys.executable, "-c", LOADED, *DECISIONS], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

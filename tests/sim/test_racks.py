@@ -1,4 +1,4 @@
-"""Racks behind an uplink: who shares what, a case by hand, and that nothing is lost."""
+"""Racks behind an uplink: which flows share it, cases by hand, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_max_min_over_an_uplink_by_hand() -> None:
 
 
 def test_time_over_an_uplink_by_hand() -> None:
-    """10 and 30 bytes over an uplink of 4: both get 2 until 5 s; then 20 are left, at 4: 10 s."""
+    """10 and 30 bytes share an uplink of 4. Both get 2 until 5 s. Then 20 bytes are left at 4, which end at 10 s."""
     world, ends = new_world(), list[float]()
     network, uplink = Network(world, LinkSharing.FAIR), SharedLink("up", 4.0)
     for number, size in enumerate((10.0, 30.0)):

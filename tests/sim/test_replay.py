@@ -1,4 +1,4 @@
-"""What live nodes decided, the simulator's schedulers decide too: node choices, batches, swaps, chunks."""
+"""The simulator's schedulers decide as live nodes did: node choices, batches, swaps, chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHTLESS = "nodes without weights"
 @pytest.mark.grid(kinds=True)
 @pytest.mark.parametrize("codec", [*sorted(CODECS), WEIGHTLESS])
 async def test_batches_chunks_and_swaps(codec: str, tmp_path: Path) -> None:
-    """Sequences that want more pages than there are, on real nodes; then the same calls on the simulator's books."""
+    """Sequences want more pages than there are on real nodes. Then the simulator's books get the same calls."""
     pages, requests = 9, [greedy(f"r{i}", prompt(i, PI + 8 + 7 * i), 2 * PI - 10) for i in range(7)]
     decoding, passes = Tape(), Tape()
     worker = weightless(tmp_path / "model", "hack") if codec == WEIGHTLESS else tiny_worker(codec)
@@ -77,7 +77,7 @@ def test_a_torn_tape_is_named(tmp_path: Path) -> None:
 
 
 async def test_node_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router with four nodes serves requests; the simulator's shelf chooses as it did, each time."""
+    """A router with four nodes serves requests. The simulator's shelf makes the same choice each time."""
     seen: list[tuple[list[Any], Need | None, str | None]] = []
 
     def prefill(nodes: Iterable[PrefillLoad], now: float, avoid: Any) -> str | None:

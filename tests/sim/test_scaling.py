@@ -66,7 +66,7 @@ def scaled() -> Spec:
 
 
 def waves() -> list[Arrival]:
-    """A burst, a long quiet with a request now and then, and another burst."""
+    """A burst, a long quiet time with few requests, and another burst."""
     burst = [Arrival(0.5 * number, 6000, 150) for number in range(150)]
     quiet = [Arrival(200.0 + 60 * number, 500, 10) for number in range(25)]
     return [*burst, *quiet, *(Arrival(1800.0 + each.at_s, 6000, 150) for each in burst)]

@@ -1,4 +1,4 @@
-"""Specifications: what is wrong is named, and what was meant is guessed."""
+"""Specifications: an error names the wrong key, and suggests the key that was meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tools.limits` counts."""
+"""Counts of `tools.limits`."""
 
 from __future__ import annotations
 

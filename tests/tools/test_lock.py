@@ -1,4 +1,4 @@
-"""constraints.txt pins what pyproject.toml admits, and all of it."""
+"""constraints.txt pins all packages that pyproject.toml needs, at versions that it admits."""
 
 import tomllib
 from pathlib import Path

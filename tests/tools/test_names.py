@@ -1,8 +1,8 @@
-"""Codecs and backends stand in their tables. The rest of the program knows none by name, so a new one changes nothing.
-A public class has its name alone.
+"""Codecs and backends are listed in tables. No other code names them, so a new one changes nothing else.
+Public classes have unique names.
 
-A name may stand in its own module, in the table, and where a setting has it: as a default, or in the experiments that
-say what they compare.
+A name may appear in its own module, in the table, and as the value of a setting: a default, or the codecs that an
+experiment compares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOMS = (
 )  # fmt: skip
 
 NAMES = frozenset((*CODECS, *BACKENDS)) - {"cpu"}
-"""`cpu` is a device too."""
+"""`cpu` is left out, since it is the name of a device too."""
 OF_BACKENDS = re.compile(rf"hack_kernels\.({'|'.join(BACKENDS)})\b")
 
 OWN = {
@@ -45,7 +45,7 @@ OWN_BACKENDS = {
 
 
 def sources(ending: str, own: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(path, text) of every file in the rooms that has no right to the names."""
+    """(path, text) of every file in `ROOMS` that may not use the names."""
     for room in ROOMS:
         for file in sorted((ROOT / room).rglob(f"*{ending}")):
             path = file.relative_to(ROOT).as_posix()

@@ -1,4 +1,4 @@
-"""Our batched Muon takes the very steps of torch.optim.Muon."""
+"""Our batched Muon takes the same steps as torch.optim.Muon."""
 
 import torch
 

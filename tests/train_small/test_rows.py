@@ -1,4 +1,4 @@
-"""Training rows: their length, and that what weighs in the loss can be known from what came before."""
+"""Training rows: their length, and that tokens with weight in the loss follow from the tokens before them."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ VOCAB = [*WORDS, *map(chr, range(32, 127)), "\n"]
 
 
 def encode(text: str) -> list[int]:
-    """Letter by letter."""
+    """Ids of a text, one for each letter."""
     return [VOCAB.index(c, len(WORDS)) for c in text]
 
 

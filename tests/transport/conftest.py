@@ -54,7 +54,7 @@ async def channels() -> AsyncIterator[ChannelPool]:
 
 @pytest.fixture
 async def client(server: RpcServer, node: DecodeNode, channels: ChannelPool) -> DecodeClient:
-    """Of the decode node that is a module's fixture `node`."""
+    """A client of the decode node that is the module's fixture `node`."""
     server.add_decode(node)
     return DecodeClient(await server.start(), channels)
 

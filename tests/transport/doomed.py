@@ -1,7 +1,7 @@
 """An end of a link in a process that dies at a step of its first parcel, or never.
 
-`python -m tests.transport.doomed LINK STEP [ADDRESS]`: with an address it sends there; else it receives, and prints
-its address first.
+`python -m tests.transport.doomed LINK STEP [ADDRESS]`: with an address the process sends there. Without one it prints
+its own address and receives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transport.link import Exchange, Link
 
 
 class Doomed:
-    """A link that takes its process along."""
+    """A link that kills its process at a step."""
 
     def __init__(self, link: Link, step: str) -> None:
         self._link, self._step = link, step
@@ -55,7 +55,7 @@ class Doomed:
 
 
 async def main(name: str, step: str, address: str = "") -> None:
-    """Play the end."""
+    """Run one end."""
     kind = EVERY_LINK[name]()
     doomed = replace(kind, open=lambda rank, host: Doomed(kind.open(rank, host), step))
     if address:

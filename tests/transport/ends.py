@@ -1,4 +1,4 @@
-"""Both ends of a handoff, as tests of wires play them."""
+"""Both ends of a handoff, for tests of wires."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Frames = AsyncIterator[KvFrame | HandoffEnd]
 
 
 class Table:
-    """An `Exchange` of two ends in one process; `change` is what becomes of what one of them says."""
+    """An `Exchange` of two ends in one process. `change` is applied to the value with name `of`."""
 
     def __init__(self, change: Callable[[bytes], bytes] = bytes, of: str = "0") -> None:
         self._said: dict[str, bytes] = {}
@@ -38,7 +38,7 @@ class Table:
 
 
 class Reader:
-    """A `deliver` that reads everything and says how it went."""
+    """A `deliver` that reads everything, and records items, progress and its error."""
 
     def __init__(self) -> None:
         self.items: list[KvFrame | HandoffEnd] = []
@@ -62,7 +62,7 @@ class Reader:
 
 
 class Source:
-    """A sender's frames that never end; says when it was touched, when it blocks and when it was closed."""
+    """Frames of a sender that never end. Records whether they were asked for, blocked or closed."""
 
     def __init__(self, before_block: int = 1) -> None:
         self.before_block = before_block

@@ -1,4 +1,4 @@
-"""The NCCL link as it is, over a `libnccl.so.2` of our own (`fake_nccl.c`), which is built on first use."""
+"""The real NCCL link over a fake `libnccl.so.2` (`fake_nccl.c`), which is built on first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STREAMS = count(1)
 
 
 class Fault(IntEnum):
-    """What `fake_fault` makes of the next call of its kind."""
+    """Faults that `fake_fault` can arm for the next call of their kind."""
 
     INIT_FAILS = 1
     INIT_HANGS = 2
@@ -37,13 +37,13 @@ class Fault(IntEnum):
 
 
 def possible() -> bool:
-    """Whether bindings and a compiler are here, and torch has not loaded NVIDIA's library."""
+    """Whether there are bindings and a compiler, and torch has not loaded NVIDIA's library."""
     return bool(find_spec("nccl") and shutil.which("cc") and torch.version.cuda is None)
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library, loaded: whoever asks for libnccl.so.2 after this gets it."""
+    """Build and load the library. Later loads of libnccl.so.2 in this process get it."""
     with tempfile.TemporaryDirectory() as folder:
         built = built_from(Path(__file__).with_suffix(".c"), Path(folder) / "libnccl.so.2")
         loaded = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
@@ -52,25 +52,25 @@ def library() -> ctypes.CDLL:
 
 
 def built_from(source: Path, library: Path) -> Path:
-    """A shared library of one file of C."""
+    """Build a shared library from one C file; return its path."""
     flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{library.name}"]
     subprocess.run(["cc", *flags, "-o", library, source], check=True)
     return library
 
 
 def kind(make_payload: Callable[[Tensor], DevicePayload] | None = None) -> LinkKind:
-    """The kind of link; `make_payload` makes of a parcel that has arrived what a frame carries."""
+    """The kind of link. `make_payload` turns an arrived buffer into the payload of a frame."""
     library()
     return nccl_kind(load_bindings(), partial(HostMemory, make_payload or in_memory))
 
 
 def in_memory(buffer: Tensor) -> DevicePayload:
-    """A payload that has arrived."""
+    """The payload in an arrived buffer."""
     return DevicePayload(buffer, on_host)
 
 
 def on_host(pieces: Sequence[Tensor], seed: int) -> list[int]:
-    """XXH3-64 of tensors."""
+    """The XXH3-64 of each tensor."""
     return [xxhash.xxh3_64_intdigest(piece.numpy().data, seed) for piece in pieces]
 
 
@@ -81,7 +81,7 @@ class HostMemory:
         self.stream, self._make_payload = next(_STREAMS), make_payload
 
     def use(self) -> None:
-        """There is no device."""
+        """Do nothing: there is no device."""
 
     def stage(self, payload: Payload) -> Tensor:
         return torch.frombuffer(bytearray(bytes(payload)), dtype=torch.uint8)

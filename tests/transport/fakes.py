@@ -1,4 +1,4 @@
-"""Nodes and a registry that play what a test gives them, and a caller's view of all three."""
+"""Fake nodes and a fake registry that replay given events, and a caller's view of all three."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DECODE_EVENTS: list[DecodeEvent] = [
 
 
 class FakePrefill:
-    """Plays its events; raises `error` after them."""
+    """A prefill node that yields `events`, then hangs or raises `error` if told to."""
 
     def __init__(self) -> None:
         self.events: list[PrefillEvent] = PREFILL_EVENTS
@@ -79,7 +79,7 @@ class FakePrefill:
 
 
 class FakeDecode:
-    """Plays its events."""
+    """A decode node that yields `DECODE_EVENTS`."""
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         for event in DECODE_EVENTS:
@@ -90,7 +90,7 @@ class FakeDecode:
 
 
 class FakeRegistry:
-    """Grants a lease."""
+    """A registry that grants a lease to one known node."""
 
     async def register(self, info: NodeInfo) -> Lease:
         if info != nouns.node_info():

@@ -1,4 +1,4 @@
-"""Small instances of the nouns that the tests of this folder send about."""
+"""Small instances of the nouns that the tests of this folder send."""
 
 from __future__ import annotations
 

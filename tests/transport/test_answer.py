@@ -1,4 +1,4 @@
-"""A write that is under way when its caller leaves is the caller's loss, not a fault of the server."""
+"""A write that fails because its caller leaves is no fault of the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transport.status import Context, answer
 
 
 class GoneContext:
-    """What grpc.aio shows of a call that ended during a write."""
+    """A call that ended during a write, as grpc.aio shows it."""
 
     async def write(self, data: bytes) -> None:
         """Fail as the core does."""

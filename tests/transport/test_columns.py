@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts on the wire: no columns get past the decoder that do not fit one another."""
+"""Log-probabilities of prompts on the wire: the decoder refuses columns that do not fit one another."""
 
 from __future__ import annotations
 

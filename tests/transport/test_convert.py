@@ -1,4 +1,4 @@
-"""Every noun survives the wire; nothing malformed gets past a decoder, and nothing crashes one."""
+"""Every noun survives the wire. Decoders refuse malformed input, and no input crashes them."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_sampling_values_must_be_finite(field: str, value: object) -> None:
     ],
 )
 def test_sampling_values_that_no_sampler_takes_are_refused(field: str, value: object) -> None:
-    """Here, where only their own request fails."""
+    """The decoder refuses them, so only their own request fails."""
     sampling = Sampling(seed=1, max_tokens=1, **{field: value})  # type: ignore[arg-type]
     job = DecodeJob(types.Request("r", (1,), sampling), "t", 0)
     with pytest.raises(RequestError, match="must be from") as caught:

@@ -1,4 +1,4 @@
-"""A process that dies before, in or after a parcel: the other one hears of it by name and goes on."""
+"""A process dies before, in or after a parcel. Its peer gets an error that names it, and goes on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("name", EVERY_LINK)]
 
 
 async def start(*arguments: str, ahead: str = "") -> Process:
-    """`ahead` is a library whose functions come before those of others, in a process that sends over sockets alone."""
+    """Start a doomed process. `ahead` is a library that is preloaded; the process then sends over sockets alone."""
     command = (sys.executable, "-m", "tests.transport.doomed", *arguments)
     env = {**os.environ, **({"LD_PRELOAD": ahead, "UCX_TLS": "tcp"} if ahead else {})}
     return await asyncio.create_subprocess_exec(*command, stdout=PIPE, cwd=ROOT, env=env)
@@ -45,7 +45,7 @@ async def test_a_receiver_that_dies_is_a_lost_node(name: str, step: str) -> None
 
 @pytest.mark.parametrize("step", ["before", "in", "after"])
 async def test_a_sender_that_dies_is_a_lost_node(name: str, step: str, tmp_path: Path) -> None:
-    """In a parcel: at most 1 MiB of it has left, by a library that ends the process there."""
+    """For a death in a parcel, a preloaded library ends the process after at most 1 MiB of it."""
     kind, reader, ahead = EVERY_LINK[name](), Reader(), ""
     if step == "in":
         if not shutil.which("cc"):

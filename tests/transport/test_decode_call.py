@@ -1,4 +1,4 @@
-"""Events of a decode node that are handed on the moment they come are those of an iterator, in the same order."""
+"""Events of a decode node that are handed on as they come equal those of an iterator, in the same order."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ EVENTS: list[DecodeEvent] = [
 
 
 class Node(FakeDecode):
-    """Sends some events, and then what the name of a transfer says: the rest, a failure, or nothing more."""
+    """Sends some events. The name of the transfer says what follows: the other events, a failure, or nothing."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
-        """A call is over."""
+        """Set when a call is over."""
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         try:

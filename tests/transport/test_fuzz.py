@@ -52,7 +52,7 @@ SEEDS: dict[str, list[bytes]] = {
 }
 SERVE = (methods.PREFILL_SERVE, methods.DECODE_SERVE)
 LAST = 1 << 63
-"""The number of a call that is right, after others that may be wrong."""
+"""The number of the valid call that follows others, which may be invalid."""
 LAST_CALL = {
     methods.PREFILL_SERVE: ASKS.encode([Ask(LAST, PREFILL_JOB.encode(nouns.prefill_job()))]),
     methods.DECODE_SERVE: ASKS.encode([Ask(LAST, DECODE_JOB.encode(nouns.decode_job()))]),
@@ -60,7 +60,7 @@ LAST_CALL = {
 
 
 def mutate(rng: random.Random, seed: bytes) -> bytes:
-    """Flip, cut, repeat or replace."""
+    """Flip, cut, repeat or replace bytes of `seed`."""
     data = bytearray(seed)
     match rng.randrange(4):
         case 0:
@@ -93,14 +93,14 @@ async def call_raw(
     channel: grpc.aio.Channel, method: str, messages: list[bytes], wire: str = PLAIN
 ) -> HackkvError | None:
     """Send messages as they are; return the error that the call ended with."""
-    # On the wire every method takes a stream of requests; a unary one reads the first.
+    # On the wire every method takes a stream of requests. A unary method reads the first.
     call = channel.stream_stream(method, None, None)(None, metadata=((WIRE_KEY, wire),))
     failures = list[HackkvError]()
     try:
         for message in messages:
             if not await write_message(call, message):
                 break
-        if method not in SERVE:  # these calls are over when no more is asked
+        if method not in SERVE:  # a stream of calls stays open
             await call.done_writing()
         while isinstance(data := await call.read(), bytes):
             if method in SERVE:
@@ -154,7 +154,7 @@ async def test_hostile_bytes_end_in_named_errors_and_leave_the_server_alive(wire
     endings = await fuzz(wire, int(os.environ.get("HACKKV_FUZZ_CALLS", "400")), seed=7)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert "internal" not in endings
-    # `node_lost` is what the listener calls a stream that was cut short; the server itself stays up throughout.
+    # The listener reports a stream that was cut short as `node_lost`. The server itself stays up throughout.
     assert {"request", "transfer", "frame_refused", "handshake_refused", "node_lost"} <= endings.keys()
     assert grown < 64 << 10, f"{grown} KiB"
 

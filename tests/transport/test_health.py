@@ -1,4 +1,4 @@
-"""The health service, asked as any gRPC prober would ask, and as the containers' health check does."""
+"""The health service, asked in the way of any gRPC prober and of the containers' health check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "a-name-that-nobody-dials"
 
 
 def write_role(folder: Path, server_name: str = NAME) -> tuple[Path, Trust]:
-    """A role's configuration with token and mutual TLS, and what the role makes of it."""
+    """A role's configuration with token and mutual TLS, and the `Trust` that it makes."""
     authority = trustme.CA()
     issued = authority.issue_cert(NAME)
     authority.cert_pem.write_to_path(str(folder / "authority.pem"))

@@ -23,7 +23,7 @@ TIMEOUT_S = 60.0
 
 
 class Book:
-    """A registry that writes down who registers. One term outlives the test: every further call has a reason."""
+    """A registry that records every registration. One term outlives the test, so any further call is due to news."""
 
     def __init__(self) -> None:
         self.entries: asyncio.Queue[NodeInfo] = asyncio.Queue()
@@ -77,7 +77,8 @@ async def test_news_reaches_the_router_also_from_a_node_that_stops_with_it() -> 
 async def test_a_router_that_does_not_answer_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it came and after it went; a node that waits in silence for a misspelt address would look ready."""
+    """This holds before the router comes and after it goes. A node that said nothing about a misspelt address would
+    look ready."""
     monkeypatch.setattr(membership, "RETRY_S", 0.0)
     answers = iter([None, None, Lease(0.0), None, None])
     over = asyncio.Event()
@@ -106,12 +107,12 @@ async def test_a_router_that_does_not_answer_is_said_once(
 
 @pytest.mark.parametrize("back_at", [10.4, 15.2])
 def test_a_node_renews_three_times_per_term_and_comes_back_soon_after_its_router(back_at: float) -> None:
-    """On a clock that jumps: when it would have renewed, or at its next attempt."""
+    """On a clock that jumps: the node comes back when it would have renewed, or at its next attempt."""
     term_s, away_at, heard = 3.0, 10.2, list[float]()
 
     class Router:
         async def register(self, _: NodeInfo) -> Lease:
-            """Answers but for a while."""
+            """Answers, except for a while."""
             now = asyncio.get_running_loop().time()
             if away_at <= now < back_at:
                 raise NodeLost("router:1 is silent")

@@ -1,4 +1,4 @@
-"""NCCL's own ways to fail, which a library of our own plays: hangs, late errors, versions that do not fit."""
+"""Failures of NCCL, played by a library of our own: hangs, late errors, versions that do not fit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_an_error_of_nccl_is_a_lost_node_and_the_next_push_is_sound(fault:
 async def test_a_hang_ends_with_its_deadline_with_the_sender_or_with_the_push(
     fault: Fault, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if ending == "deadline":  # that of what hangs alone: on a busy machine the other one may be late too
+    if ending == "deadline":  # only of the step that hangs: on a busy machine the other one may be late too
         late = "CONNECT_TIMEOUT_S" if fault is Fault.INIT_HANGS else "PARCEL_TIMEOUT_S"
         monkeypatch.setattr(nccl_link, late, 0.05)
     kind, reader = fake_nccl.kind(), Reader()
@@ -95,7 +95,7 @@ def test_a_parcel_that_is_done_as_the_link_is_aborted_has_arrived() -> None:
 
 @pytest.mark.parametrize("module", ["", "hack_kernels.triton.xxh3"])
 async def test_a_parcel_that_arrives_changed_is_refused_by_its_plane_and_costs_the_pair_nothing(module: str) -> None:
-    """Checked on the host or by Triton, where it has arrived."""
+    """The parcel is checked on the host, or by Triton on the device where it has arrived."""
     xxh3_64 = pytest.importorskip(module).xxh3_64 if module else fake_nccl.on_host
     shipment, ranks = ship("rot-k3v2", tokens=70), list[int]()
     kind = fake_nccl.kind(lambda buffer: DevicePayload(buffer, xxh3_64))
@@ -129,7 +129,7 @@ async def test_a_parcel_that_arrives_changed_is_refused_by_its_plane_and_costs_t
 
 
 async def test_what_checks_parcels_has_run_before_one_is_sent() -> None:
-    """Triton takes seconds to compile it."""
+    """Triton takes seconds to compile the check."""
     checked, kind = list[int](), fake_nccl.kind()
 
     def counting(pieces: Sequence[Tensor], seed: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""NIXL's own ways to fail: what a peer says of itself is not believed, and whoever waits has a deadline."""
+"""Failures of NIXL: what a peer says of itself is checked, and every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(lacks("nixl")), reason=lacks("nixl"))
 
 @contextmanager
 def ends(exchange: Exchange) -> Iterator[tuple[Link, Link, ThreadPoolExecutor]]:
-    """Sender and receiver, connected, and a thread for the latter."""
+    """A connected sender and receiver, and a thread for the receiver."""
     library = load_library()
     sender, receiver = NixlLink(library, 0), NixlLink(library, 1)
     with ThreadPoolExecutor(1) as thread:
@@ -38,7 +38,7 @@ def ends(exchange: Exchange) -> Iterator[tuple[Link, Link, ThreadPoolExecutor]]:
 
 
 def fails(sender: Link) -> threading.Thread:
-    """Sends a parcel of three bytes that does not arrive, beside the test."""
+    """A thread that sends a parcel of three bytes, which does not arrive."""
 
     def send() -> None:
         with pytest.raises(NodeLost):
@@ -75,7 +75,7 @@ def test_a_slab_that_is_elsewhere_than_its_owner_says_is_not_read() -> None:
 def test_an_end_that_cannot_be_understood_is_a_lost_node(
     change: Callable[[bytes], bytes], of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_link, "CONNECT_TIMEOUT_S", 0.2)  # what the end waits that did understand
+    monkeypatch.setattr(nixl_link, "CONNECT_TIMEOUT_S", 0.2)  # the wait of the end that understood the other
     with pytest.raises((NodeLost, DeadlineExceeded)), ends(Table(change, of)):
         raise AssertionError
 

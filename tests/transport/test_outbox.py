@@ -1,4 +1,4 @@
-"""What comes together leaves together, in order, in messages of a bounded size."""
+"""Items that come together leave together, in order, in messages of a bounded size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transport.outbox import MESSAGE_BYTES, WAITING_BYTES, StreamOutbox
 
 
 class Peer:
-    """Takes messages, if it is let."""
+    """Takes messages while `takes` is set."""
 
     def __init__(self, lives: int = 1 << 30) -> None:
         self.messages: list[list[int]] = []
@@ -27,7 +27,7 @@ class Peer:
         return len(self.messages) < self._lives
 
     async def have(self, count: int) -> None:
-        """Wait until it has so many items."""
+        """Wait until the peer has `count` items."""
         while sum(map(len, self.messages)) < count:
             self._took.clear()
             await self._took.wait()

@@ -1,4 +1,4 @@
-"""Pairs of links: whoever fails, both ends hear of it by name, and the next push finds a sound pair."""
+"""Pairs of links: if either end fails, both get an error that names the peer, and the next push finds a sound pair."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OVER_EVERY_LINK = pytest.mark.parametrize("name", EVERY_LINK)
 
 @dataclass
 class Faults:
-    """What goes wrong with the links of a test, once each: by rank and step."""
+    """Errors of the links of a test, by rank and step. Each happens once."""
 
     errors: dict[tuple[int, str], HackkvError] = field(default_factory=dict)
     opened: list[int] = field(default_factory=list)
@@ -181,7 +181,7 @@ async def test_a_sender_keeps_the_pairs_that_it_used_last(name: str) -> None:
 @OVER_EVERY_LINK
 async def test_a_receiver_takes_so_many_pairs_and_says_so(name: str) -> None:
     class Idle:
-        """A link that meets nobody: this is about counting."""
+        """A link that never connects: this test only counts links."""
 
         def connect(self, exchange: Exchange) -> None:
             exchange.put("here", b"")

@@ -1,4 +1,4 @@
-"""Links between processes, as nodes are: what one sends the other has, in either direction."""
+"""Links between processes: bytes that one sends arrive at the other, in either direction."""
 
 from __future__ import annotations
 

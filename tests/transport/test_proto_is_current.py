@@ -19,7 +19,7 @@ PROTO = "transport/pb/kv.proto"
 
 @pytest.mark.parametrize("name", ["kv_pb2.py", "kv_pb2.pyi", "kv_pb2_grpc.py"])
 def test_generated_code_is_current(name: str, tmp_path: Path) -> None:
-    """In a process of its own: protoc shares none with NIXL, each of which brings a protobuf of another version."""
+    """protoc runs in another process: protoc and NIXL bring different versions of protobuf."""
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", *outputs, str(ROOT / PROTO)], check=True)
     fresh = tmp_path / "transport" / "pb" / name
@@ -34,7 +34,7 @@ def test_method_paths_are_those_of_the_proto() -> None:
 LOCAL_NOUNS = {"Busiest", "KvShape", "NodeIdentity"}
 """Nouns that never leave a process by themselves."""
 LOCAL_FIELDS = {("KvFrame", "header_bytes")}
-"""Fields that an end fills in for itself."""
+"""Fields that each end fills in by itself."""
 
 
 def test_every_field_of_every_noun_is_in_the_proto() -> None:

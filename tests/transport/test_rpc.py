@@ -1,4 +1,4 @@
-"""The node protocols, called directly and over gRPC: a caller must not be able to tell."""
+"""The node protocols, called directly and over gRPC: a caller must not see a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's wires together: the address says which one, and what a node may not use is said before it starts."""
+"""A node's wires together: the address names the wire, and a node hears before its start which it may not use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_wires_that_stay_within_a_process_are_not_for_nodes() -> None:
 
 @pytest.mark.parametrize("name", LINKS_HERE)
 def test_a_link_leaves_the_machine_only_over_a_network_that_is_trusted(name: str, tmp_path: Path) -> None:
-    """A token or TLS does not help: the sockets of links know of neither."""
+    """A token or TLS does not help: the sockets of links use neither."""
     secret = InternalConfig(token_file=tmp_path / "token")
     check_machine([DEFAULT_WIRE, name], "127.0.0.1", InternalConfig())
     check_machine([DEFAULT_WIRE], "10.0.0.1", secret)

@@ -1,4 +1,4 @@
-"""A peer that has gone without a word is noticed by both ends."""
+"""A peer that falls silent is noticed by both ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transport.rpc_client import PrefillClient
 from transport.rpc_server import RpcServer
 
 UNCONFIGURED_S = 55.0
-"""Less than the 60 s after which gRPC gives a peer up where nobody has set its `ping_timeout_ms`."""
+"""Less than the 60 s after which gRPC gives a peer up if `ping_timeout_ms` is not set."""
 
 
 class Relay:

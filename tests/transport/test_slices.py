@@ -1,4 +1,4 @@
-"""Whoever gives way lets others run while they have something to do, but not for ever."""
+"""A task that gives way lets others run while they have work, but not for ever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transport.slices import IDLE_S, give_way
 
 
 class Clock:
-    """Time that passes only when somebody works."""
+    """A clock that advances only with work."""
 
     def __init__(self) -> None:
         self.now = 0.0

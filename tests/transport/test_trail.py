@@ -1,4 +1,4 @@
-"""W3C trace contexts as headers, and what travels with a call."""
+"""W3C trace contexts as headers, and the trail that travels with a call."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_state_that_cannot_go_on_is_dropped(state: str) -> None:
 
 
 class Noticing(FakePrefill):
-    """Notes what each call is part of."""
+    """Records the trail of each call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ FULL, HANGS, TOKENS = "full", "hangs", 50
 
 
 class Node(FakeDecode):
-    """Does what the name of a transfer says."""
+    """A decode node that acts by the name of the transfer."""
 
     def __init__(self) -> None:
         self.under_way: set[str] = set()
@@ -47,7 +47,7 @@ class Node(FakeDecode):
             self.changed.set()
 
     async def empty(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until no call is under way."""
         while self.under_way:
             self.changed.clear()
             await self.changed.wait()
@@ -88,7 +88,7 @@ async def test_a_call_that_fails_or_is_left_leaves_the_others_alone(client: Deco
     while node.under_way != {HANGS}:
         node.changed.clear()
         await node.changed.wait()
-    with pytest.raises(RequestError):  # it never leaves the caller
+    with pytest.raises(RequestError):  # the job never leaves the caller
         await anext(client.decode(job("\ud800")))
     await staying.aclose()  # type: ignore[attr-defined]
     await node.empty()
@@ -110,7 +110,7 @@ async def test_a_lost_stream_ends_every_call_and_the_next_call_opens_another(
 
 
 async def raw(address: str, *messages: bytes, answers: int) -> list[Answer]:
-    """What a node answers to messages as they are."""
+    """The first `answers` answers of a node to messages that are sent as they are."""
     got: list[Answer] = []
     async with grpc.aio.insecure_channel(address) as channel:
         stream = channel.stream_stream(methods.DECODE_SERVE, None, None)(None)

@@ -1,4 +1,4 @@
-"""Strangers at an internal port are turned away before anything of theirs is read; peers are let in."""
+"""An internal port refuses strangers before it reads any of their data, and lets peers in."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class AnyRegistry:
 
 @dataclass(frozen=True)
 class Port:
-    """An internal port with everything a stranger might try."""
+    """An internal port with all calls that a stranger might try."""
 
     address: str
 
@@ -122,14 +122,14 @@ async def test_strangers_are_turned_away(ours: Trust, stranger: Trust, refusal: 
     async with guarded(ours) as port:
         with pytest.raises(refusal):
             await port.registers(stranger)
-        # The refusal may find the sender writing, and grpc.aio hides the status of a call behind a write that failed.
+        # The refusal may come while the sender writes. grpc.aio then hides the status behind the failed write.
         with pytest.raises((refusal, NodeLost)):
             await port.receives(stranger)
 
 
 @pytest.mark.parametrize("method", [*methods.ALL, "/no.such/Method"])
 async def test_a_stranger_is_answered_before_it_has_said_anything(method: str) -> None:
-    """It also cannot find out which methods there are."""
+    """A stranger also cannot find out which methods exist."""
     async with guarded(Trust(TOKEN)) as port, grpc.aio.insecure_channel(port.address) as channel:
         call = channel.stream_stream(method, None, None)(None, metadata=((TOKEN_KEY, "guess"),))
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -141,7 +141,7 @@ def test_secrets_are_not_shown_in_logs() -> None:
 
 @dataclass(frozen=True)
 class Files:
-    """The same certificate in files, as a configuration names them."""
+    """Certificates in files, as a configuration names them."""
 
     folder: Path
 

@@ -1,4 +1,4 @@
-"""The contract of a wire, held against every entry of `WIRES`."""
+"""The contract of a wire, checked for every entry of `WIRES`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_a_corrupt_frame_stops_a_sender_that_is_blocked(sender: KvSender, 
     async def deliver(handoff: Handoff, frames: Frames) -> Receipt:
         for _ in range(3):
             await anext(frames)
-        ahead = asyncio.ensure_future(anext(frames))  # the in-process wire pulls on demand: this is what blocks there
+        ahead = asyncio.ensure_future(anext(frames))  # the in-process wire pulls on demand, so this call blocks there
         await source.blocked.wait()
         ahead.cancel()
         raise FrameRefused("frame 2 of t-1: plane k.min does not match its checksum", reason="checksum")
@@ -162,7 +162,7 @@ async def test_a_receiver_that_reads_slowly_holds_the_sender_back(sender: KvSend
 
     address = await listener.serve(deliver)
     push = asyncio.create_task(sender.push(address, nouns.handoff(), frames()))
-    with pytest.raises(TimeoutError):  # an event that must not come, however long we wait
+    with pytest.raises(TimeoutError):  # this event must not come, however long we wait
         await asyncio.wait_for(done.wait(), 0.5)
     assert produced <= 24
     go.set()
@@ -201,7 +201,7 @@ async def test_a_frame_beyond_the_cap_is_refused_by_name(sender: KvSender, liste
 
 
 class Elsewhere:
-    """A payload that does not lie in host memory until somebody asks."""
+    """A payload that is not in host memory until its bytes are asked for."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content

@@ -1,4 +1,4 @@
-"""Fetching, the other direction of a wire: its contract, held against every entry of `WIRES`."""
+"""Fetching, the other direction of a wire: its contract, checked for every entry of `WIRES`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_fetcher_that_leaves_ends_the_lending(sender: KvSender, listener
 
 
 async def test_a_slow_fetcher_holds_the_lender_up(sender: KvSender, listener: KvListener) -> None:
-    """Nothing piles up but what is on its way."""
+    """Only frames on their way pile up."""
     lent = 0
 
     async def lend(handoff: Handoff) -> Frames:

@@ -1,4 +1,4 @@
-"""What a wire does when an end goes away, is closed or falls silent, for every entry of `WIRES`."""
+"""Every entry of `WIRES` when an end goes away, is closed or falls silent."""
 
 from __future__ import annotations
 
@@ -123,4 +123,4 @@ async def test_a_failed_push_leaves_no_task_behind(sender: KvSender, listener: K
         with pytest.raises(FrameRefused):
             await sender.push(address, nouns.handoff(), nouns.frames(2))
     assert [task for task in asyncio.all_tasks() if task.get_name().startswith("deliver")] == []
-    gc.collect()  # what was dropped half done would be reported now, and fail the test
+    gc.collect()  # work that was dropped half done would be reported now, and fail the test

@@ -1,4 +1,4 @@
-"""The four dashboards: where the time went, who is busy, what crossed the wire, what clients got."""
+"""The four dashboards: time by stage, load of the nodes, bytes on the wire, service to clients."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def quantile_of(histogram: str, share: float) -> Query:
 
 
 def mean_by(label: str, histogram: str, window: str = RATE) -> str:
-    """Mean of a histogram by `label`, as rates of its sum over its count."""
+    """Mean of a histogram by `label`: the rate of its sum over the rate of its count."""
     return f"sum by ({label}) (rate({histogram}_sum[{window}])) / sum by ({label}) (rate({histogram}_count[{window}]))"
 
 
 def rate(counter: str) -> str:
-    """How fast a counter grows; its name without `_total`."""
+    """The rate of a counter, whose name is given without `_total`."""
     return f"rate({counter}_total[{RATE}])"
 
 

@@ -1,6 +1,6 @@
-"""The parts of a dashboard, and how they become Grafana's JSON, typed by Grafana's own SDK.
+"""The parts of a dashboard, and their conversion to Grafana's JSON by Grafana's typed SDK.
 
-A chart is data: queries, a unit and how they are drawn. Everything looks alike because it is built in one place.
+A chart is data: queries, a unit and a way to draw them. All panels are built here, so they look alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from hackkv.timing import Stage
 
 DATA_SOURCE = DataSourceRef("prometheus", "prometheus")
-"""Its uid is set in deploy/grafana/provisioning."""
+"""The data source of all charts. Its uid is set in deploy/grafana/provisioning."""
 
 COLOURS = {
     Stage.ROUTER_QUEUE: "#8e8ea0",
@@ -39,7 +39,7 @@ class Draw(Enum):
 
     LINES = auto()
     STACKED = auto()
-    """Lines on top of each other: parts of a whole."""
+    """Lines on top of each other, for parts of a whole."""
     NUMBERS = auto()
     """The latest value of each query."""
     BARS_BY_CODEC = auto()

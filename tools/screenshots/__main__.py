@@ -31,7 +31,7 @@ from tools.dashboards.boards import STAGE, mean_by
 ROOT: Final = Path(__file__).parents[2]
 CODECS: Final = ("fp16", "hack")
 ROUTER_PORT, PROMETHEUS_PORT = 8040, 9140
-"""Prometheus looks for both clusters in one place."""
+"""Fixed ports: Prometheus finds both clusters, one after the other, at one address."""
 SCRAPE: Final = "2s"
 WINDOW: Final = "30s"
 START_S: Final = 60.0
@@ -52,7 +52,7 @@ GRAPHS: Final = {
 
 @contextlib.asynccontextmanager
 async def prometheus(folder: Path) -> AsyncIterator[str]:
-    """A server with the repository's rules, scraping often; its address."""
+    """Run a server with the repository's rules and a short scrape interval; give its URL."""
     for rules in ("rules.yml", "alerts.yml"):
         shutil.copy(ROOT / "deploy/prometheus" / rules, folder)
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ async def serve(codec: str, rate: float, seconds: float) -> None:
 
 
 async def photograph(url: str, seconds: float, folder: Path) -> None:
-    """Open the graph page with each query and keep what it draws."""
+    """Open the graph page with each query and save a picture of it."""
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name, (expr, stacked) in GRAPHS.items():
@@ -124,7 +124,7 @@ async def photograph(url: str, seconds: float, folder: Path) -> None:
 
 
 async def take(rate: float, seconds: float, folder: Path) -> None:
-    """Everything, in order."""
+    """Run everything: Prometheus, a cluster per codec, the pictures."""
     for tool in ("prometheus", "chromium"):
         if shutil.which(tool) is None:
             raise ConfigError(f"{tool} is not installed")
@@ -137,7 +137,7 @@ async def take(rate: float, seconds: float, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Parse arguments and take the pictures; return the exit code."""
     parser = argparse.ArgumentParser("python -m tools.screenshots", description=__doc__)
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=90.0, help="load on each codec; default: %(default)s")

@@ -1,7 +1,7 @@
 """Gathers the training text: CPython's library sources and CPython's documentation.
 
-Both are on any machine with Python or one `apt-get download` away, and both are under the PSF licence. Whole files are
-held out, chosen by the hash of their names, so that the split is the same on every machine.
+Every machine with Python has the former; `apt-get download` brings the latter. Both are under the PSF licence. Whole
+files are held out, chosen by the hash of their names, so that the split is the same on every machine.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def _documentation(settings: CorpusSettings, work: Path) -> Iterator[Document]:
 
 
 def _read(path: Path, name: str) -> Iterator[Document]:
-    """The file, unless it isn't UTF-8 or is a table of odd characters."""
+    """The file, unless it is not UTF-8 or is a table of odd characters."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -72,5 +72,5 @@ def _read(path: Path, name: str) -> Iterator[Document]:
 
 
 def plain(text: str) -> str:
-    """reStructuredText with its roles (:class:`x`) reduced to plain literals, which read better when generated."""
+    """Reduce the roles of reStructuredText (:class:`x`) to plain literals, which read better in generated text."""
     return _ROLE.sub(r"``\1``", text)

@@ -41,7 +41,7 @@ CHATS = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: the model, its tokenizer, the task phrases, and held-out text."""
+    """The subject of measurements: a model, its tokenizer, the task phrases, and held-out text."""
 
     model: LlamaForCausalLM
     tokenizer: PreTrainedTokenizerFast
@@ -51,7 +51,7 @@ class Subject:
 
 @torch.inference_mode()
 def perplexity(subject: Subject, length: int, limit: int = 65536) -> float:
-    """Over the held-out text cut into windows of `length`; the first token of each isn't scored."""
+    """Perplexity of the held-out text in windows of `length` tokens. The first token of a window is not scored."""
     count = min(len(subject.held_out), limit) // length
     windows = torch.from_numpy(subject.held_out[: count * length].reshape(count, length))
     total = 0.0
@@ -63,7 +63,7 @@ def perplexity(subject: Subject, length: int, limit: int = 65536) -> float:
 
 @torch.inference_mode()
 def score(subject: Subject, examples: list[Example], name: str) -> dict[str, float]:
-    """Share of answer tokens, and of whole answers, that are the most likely ones."""
+    """The shares of answer tokens and of whole answers that the model ranks first, and the number of answers."""
     rows = torch.from_numpy(np.stack([tasks.join(e.prompt, e.answer) for e in examples]))
     size = len(examples[0].answer)
     hits = []
@@ -75,7 +75,7 @@ def score(subject: Subject, examples: list[Example], name: str) -> dict[str, flo
 
 
 def complete(subject: Subject, prompt: str, greedy: bool, tokens: int = 64) -> str:
-    """Greedy, or sampled as generation_config.json proposes."""
+    """A completion of `prompt`, greedy or sampled as generation_config.json proposes."""
     ids = subject.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     plain = {"do_sample": False, "temperature": None, "top_p": None, "repetition_penalty": None}
     choice: dict[str, Any] = plain if greedy else {}

@@ -18,7 +18,7 @@ _WIDTH, _HEIGHT, _MARGIN = 640, 260, 36
 
 
 def write_model(run: Run, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Everything transformers needs. The fast tokenizer class is named so that older transformers load it too."""
+    """Write every file that transformers needs. The tokenizer class is set to one that older versions load too."""
     folder.mkdir(parents=True, exist_ok=True)
     model = run.model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -40,13 +40,13 @@ def write_model(run: Run, tokenizer: PreTrainedTokenizerFast, folder: Path) -> N
 
 
 def write_held_out(documents: list[Document], path: Path) -> None:
-    """One JSON object per held-out file, for perplexity and as filler of the long-range tasks."""
+    """Write one JSON object per held-out file, for perplexity and as filler of the long-range tasks."""
     lines = [json.dumps({"name": d.name.rpartition("_sources/")[2], "text": d.text}) for d in documents]
     path.write_text("\n".join(lines) + "\n")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of log.jsonl; where a resumed run repeated steps, the later record counts."""
+    """The records of log.jsonl. If a resumed run repeated a step, the later record counts."""
     records = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
@@ -55,7 +55,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def write_card(log: list[dict[str, Any]], report: dict[str, Any], folder: Path) -> None:
-    """README.md from the template `card.md`, and loss.svg."""
+    """Write README.md, from the template `card.md`, and loss.svg."""
     values = {
         "steps": f"{log[-1]['step']:,}",
         "tokens": f"{log[-1]['tokens'] / 1e6:.1f} million",

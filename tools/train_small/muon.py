@@ -1,7 +1,7 @@
-"""Muon: momentum whose update is brought near an orthogonal matrix by a Newton-Schulz iteration.
+"""Muon: momentum with updates that a Newton-Schulz iteration brings near an orthogonal matrix.
 
-torch.optim.Muon does the same one matrix at a time; here all matrices of one shape are iterated together, which means
-fewer and larger products. The state, and the steps it takes, are torch.optim.Muon's.
+torch.optim.Muon does the same, one matrix at a time. Here all matrices of one shape are iterated together, which means
+fewer and larger products. State and steps are those of torch.optim.Muon.
 """
 
 from collections import defaultdict

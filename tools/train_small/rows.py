@@ -1,8 +1,8 @@
 """Rows of training tokens and the weight of each token in the loss.
 
-Kinds: `text` (real text), `copy`, `recall` and `needle` (the tasks of measure.tasks, several to a row, with every
-distance the row allows) and `chat`. Random material has weight 0 where it is stated, because nothing can predict it,
-and weight `RECALL_WEIGHT` where it is recalled.
+Kinds: `text` (real text), `copy`, `recall` and `needle` (the tasks of measure.tasks, several to a row, at every
+distance that the row allows) and `chat`. Random material has weight 0 where it is stated, because no model can predict
+it, and weight `RECALL_WEIGHT` where it is recalled.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ RECALL_WEIGHT = 2.0
 
 @dataclass(frozen=True)
 class Material:
-    """What rows are made of."""
+    """The material of rows: text, phrases of the tasks, and the tokenizer's `encode`."""
 
     text: Ids
     phrases: Phrases
@@ -76,7 +76,8 @@ _ITEMS: dict[str, Callable[[Rng, Material, int], _Item]] = {
 
 
 def _scattered(rng: Rng, m: Material, length: int, make: Callable[[Rng, Material, int], _Item]) -> Row:
-    """Items stated and recalled at random places of real text. In half of the rows all are stated before any recall."""
+    """A row of real text with items stated and recalled at random places. In half of the rows every statement comes
+    before any recall."""
     share = rng.uniform(0.15, 0.75)
     items: list[_Item] = []
     room = int(length * share)
@@ -108,7 +109,7 @@ def _fit(parts: list[Row], length: int | None = None) -> Row:
 
 
 def _chat(rng: Rng, m: Material, length: int) -> Row:
-    """One or more turns, then real text to the end. An answer is real text, or was told by the user before."""
+    """One or more turns, then real text to the end. An answer is real text, or stated by the user before."""
     parts: list[Row] = []
     size = 0
     while size < length // 2:
@@ -119,7 +120,7 @@ def _chat(rng: Rng, m: Material, length: int) -> Row:
 
 
 def _turn(rng: Rng, m: Material, length: int) -> Row:
-    """The user asks about `length` tokens of text, the assistant answers."""
+    """A turn: the user asks about `length` tokens of text, and the assistant answers."""
     user, assistant, end = (np.array(m.encode(t)) for t in ("<|user|>\n", "<|assistant|>\n", "<|end|>\n"))
     ask, answer = _TURNS[rng.integers(len(_TURNS))](rng, m, tasks.cut(rng, m.text, length))
     return _fit([_weighted((user, 0.5)), ask, _weighted((end, 0.5), (assistant, 0.5)), answer, _weighted((end, 0.5))])

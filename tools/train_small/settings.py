@@ -1,4 +1,4 @@
-"""The one configuration file of the trainer, typed."""
+"""The settings of the trainer's configuration file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ import yaml
 
 @dataclass(frozen=True)
 class CorpusSettings:
-    """Where text comes from. `skip` names directories or files; `held_out` is a share of the files."""
+    """The sources of text. `skip` names directories or files; `held_out` is a share of the files."""
 
     doc_package: str
     skip: tuple[str, ...]
@@ -49,7 +49,7 @@ class Phase:
     streams: tuple[Stream, ...]
 
     def stream(self, draw: float) -> Stream:
-        """The stream that a number in [0, 1) falls on."""
+        """The stream for `draw`, a number in [0, 1)."""
         place = draw * sum(s.share for s in self.streams)
         for stream in self.streams:
             place -= stream.share
@@ -60,7 +60,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """The budget ends with its tokens or its minutes, whichever end first. The schedule follows the faster one."""
+    """Settings of a run. Its budget ends with the tokens or the minutes, whichever are spent first. The schedule
+    follows the one of which more is spent."""
 
     tokens: int
     minutes: float

@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def train(texts: list[str], vocab: int, context: int) -> PreTrainedTokenizerFast:
-    """Digits stay single tokens; spaces of an indentation merge, since Python is most of the text."""
+    """Train a tokenizer. Digits stay single tokens. Spaces of an indentation merge, since most text is Python."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -44,7 +44,7 @@ def train(texts: list[str], vocab: int, context: int) -> PreTrainedTokenizerFast
 
 
 def load_or_train(folder: Path, texts: list[str], vocab: int, context: int) -> PreTrainedTokenizerFast:
-    """The tokenizer in `folder`, trained and saved there if it isn't yet."""
+    """The tokenizer in `folder`. If there is none yet, trains one and saves it there."""
     if not (folder / "tokenizer.json").exists():
         train(texts, vocab, context).save_pretrained(folder)
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)

@@ -1,8 +1,8 @@
-"""The training loop: Muon for matrices, AdamW for the rest, a length curriculum, checkpoints one can resume from.
+"""The training loop: Muon for matrices, AdamW for the rest, a length curriculum, and checkpoints for resuming.
 
-The schedule follows the share of the budget that is spent, in tokens or in minutes, whichever is further along. So the
-curriculum and the learning rate reach their end in time on a shared, slow machine. On a fast machine the tokens decide,
-and a run is reproducible.
+The schedule follows the spent share of the budget, in tokens or in minutes, whichever is larger. So the curriculum and
+the learning rate reach their end in time on a shared, slow machine. On a fast machine the tokens decide, and a run is
+reproducible.
 """
 
 import json
@@ -51,7 +51,7 @@ def weighted_loss(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Ten
 
 
 class Run:
-    """A training run in a folder: model, optimizers, how much of the budget is spent, and the log."""
+    """A training run in a folder: model, optimizers, the spent share of the budget, and the log."""
 
     def __init__(self, folder: Path, model: ModelSettings, settings: TrainSettings) -> None:
         """Starts anew, or where `checkpoint.pt` in `folder` left off."""
@@ -98,7 +98,7 @@ class Run:
             out.write(json.dumps(record) + "\n")
 
     def one_step(self, material: rows.Material) -> tuple[int, float]:
-        """One optimizer step; gives the length of its rows and the weighted mean loss."""
+        """Take one optimizer step; return the length of its rows and the weighted mean loss."""
         settings = self.settings
         rng = np.random.default_rng((settings.seed, self.step))
         stream = settings.phase(self.progress).stream(rng.random())

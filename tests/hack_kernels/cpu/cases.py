@@ -32,14 +32,14 @@ FORMATS = [
 
 
 class Case:
-    """Sequences of given lengths in one pool, pages in shuffled order, and what a call needs of them."""
+    """Sequences of given lengths in one pool, with pages in shuffled order, and the arguments of calls on them."""
 
     def __init__(self, fmt: HackFormat, lengths: list[int], heads: int, seed: int = 0) -> None:
         pi, d = fmt.page_tokens, fmt.head_dim
         self.fmt, self.lengths, self.heads = fmt, lengths, heads
         self.k = [random_rows(seed + 2 * i, n, heads, d).half() for i, n in enumerate(lengths)]
         self.v = [random_rows(seed + 2 * i + 1, n, heads, d).half() for i, n in enumerate(lengths)]
-        coded = pi - 1 if fmt.open_page is OpenPage.REQUANTIZE else 0  # there the open page rests as codes, too
+        coded = pi - 1 if fmt.open_page is OpenPage.REQUANTIZE else 0  # then the open page rests as codes, too
         counts = [(n + coded) // pi for n in lengths]
         total = sum(counts)
         shuffled = torch.randperm(total + 1, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -50,7 +50,7 @@ class Case:
         self.num_pages = total + 1
 
     def pool(self, kernels: HackKernels, head_start: int = 0) -> Pool:
-        """Every sequence, sealed; the open pages are empty."""
+        """A pool with the sealed pages of every sequence. Open pages are empty."""
         fmt, pi = self.fmt, self.fmt.page_tokens
         pool = empty_pool(kernels, fmt, self.num_pages, self.heads, len(self.lengths))
         pool = replace(pool, head_start=head_start)
@@ -66,7 +66,8 @@ class Case:
         return pool
 
     def decode_spans(self, *pools: Pool) -> Spans:
-        """The last row of every sequence is the query; it stands in the open pages of `pools`."""
+        """Spans of decode. The query is the last row of each sequence, and its KV is put into the open pages of
+        `pools`."""
         batch = len(self.lengths)
         for pool in pools:
             self._open(pool, self.lengths, [(n - 1) // self.fmt.page_tokens for n in self.lengths])
@@ -75,7 +76,7 @@ class Case:
         return Spans(starts, ones, order, self.table, order)
 
     def prefill(self, kernels: HackKernels, pool: Pool, q: list[Tensor], begins: list[int]) -> Tensor:
-        """Rows begins[b].. of every sequence, in one batch."""
+        """Attend to rows begins[b].. of every sequence, in one batch."""
         self._open(pool, begins, [begin // self.fmt.page_tokens for begin in begins])
         rows = (torch.cat([x[begin:] for x, begin in zip(xs, begins, strict=True)]) for xs in (q, self.k, self.v))
         return kernels.attend(LAYER, pool, self.spans(begins), Rows(*rows))
@@ -88,7 +89,7 @@ class Case:
             pool.open_v[b, :, : end - first] = self.v[b][first:end].transpose(0, 1)
 
     def spans(self, begins: list[int]) -> Spans:
-        """Rows begins[b].. of every sequence."""
+        """The spans of rows begins[b].. of every sequence."""
         starts = torch.tensor(begins)
         counts = torch.tensor(self.lengths) - starts
         return Spans(starts, counts, counts.cumsum(0) - counts, self.table, torch.arange(len(begins)))

@@ -1,4 +1,4 @@
-"""One backend for every instruction set that this processor runs."""
+"""A backend for each instruction set that this CPU supports."""
 
 from __future__ import annotations
 

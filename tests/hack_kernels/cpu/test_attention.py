@@ -1,4 +1,4 @@
-"""Attention on codes in C++: every instruction path of the processor against the definition in torch."""
+"""Attention on codes in C++: every instruction set of the CPU against the definition in torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_attention_agrees_with_the_reference(backend: cpu.CpuBackend, fmt: HackF
 def test_the_largest_codes_and_weights_fit_every_product(
     backend: cpu.CpuBackend, arithmetic: Arithmetic, group: int
 ) -> None:
-    """Nearly all codes are 255, Q is at its largest level, and so is every weight but those of one row of a page."""
+    """Nearly all codes are 255, Q is at its largest level, and so are all weights except those of one row of a page."""
     fmt = HackFormat(64, 32, 8, 8, arithmetic=arithmetic)
     case = Case(fmt, [97], heads=1)
     for x in (case.k[0], case.v[0]):
@@ -75,7 +75,7 @@ def test_the_largest_codes_and_weights_fit_every_product(
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 16])
 def test_error_is_at_most_twice_that_of_bf16_torch(backend: cpu.CpuBackend, group: int) -> None:
-    """Against FP32 attention on the same codes, dequantized; torch computes on them in BF16."""
+    """The error is that against FP32 attention on the same codes, dequantized. torch computes on them in BF16."""
     fmt = HackFormat(128, 64)
     case, kernels = Case(fmt, [300], heads=2), hack_kernels(backend, fmt)
     pool = case.pool(kernels)
@@ -125,7 +125,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("arithmetic", list(Arithmetic))
 def test_result_is_independent_of_threads_and_splits(backend: cpu.CpuBackend, arithmetic: Arithmetic) -> None:
-    """One long sequence, split among many threads; and every sequence of a batch alone."""
+    """One long sequence is split among many threads, and every sequence of a batch also runs alone."""
     fmt = HackFormat(64, 32, arithmetic=arithmetic)
     case, kernels = Case(fmt, [2000, 40, 700], heads=2), hack_kernels(backend, fmt)
     pool = case.pool(kernels)
@@ -171,7 +171,7 @@ def test_bad_spans_are_named(backend: cpu.CpuBackend) -> None:
 
 
 def test_the_tensor_that_is_wrong_is_named(backend: cpu.CpuBackend) -> None:
-    """Of another dtype, without dimensions, or with gaps between its elements, where C++ takes it as it lies."""
+    """The wrong tensor has another dtype, no dimensions, or gaps between elements that C++ would ignore."""
     fmt = HackFormat(64, 32)
     case, kernels = Case(fmt, [70, 40], heads=2), hack_kernels(backend, fmt)
     pool = case.pool(kernels)

@@ -1,4 +1,4 @@
-"""Which instruction set runs, how many threads, and an extension that is out of date."""
+"""The choice of the instruction set and of the number of threads, and an extension that is out of date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes and metadata that the C++ kernels make, bit for bit those of the reference, and the memory that they lie in."""
+"""Codes and metadata of the C++ kernels equal those of the reference bit for bit, and their memory is as specified."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_bytes_equal_the_reference(backend: cpu.CpuBackend, fmt: HackFormat) -> 
 
 @pytest.mark.parametrize("open_page", list(OpenPage))
 def test_noise_goes_by_the_heads_of_the_model(backend: cpu.CpuBackend, open_page: OpenPage) -> None:
-    """A pool of heads 2 and 3 gives the bytes and the attention that a pool of all four has there."""
+    """A pool of heads 2 and 3 gives the same bytes and attention as a pool of all four heads."""
     fmt = HackFormat(64, 32, rounding=Rounding.STOCHASTIC, open_page=open_page, seed=5)
     kernels, whole, part = hack_kernels(backend, fmt), Case(fmt, [75], heads=4), Case(fmt, [75], heads=2)
     part.k, part.v = ([x[0][:, 2:]] for x in (whole.k, whole.v))
@@ -51,7 +51,7 @@ def test_bytes_equal_the_reference_at_extreme_scales(backend: cpu.CpuBackend, sc
 
 
 def test_a_minimum_of_zero_is_positive_whichever_zeros_stand_in_the_partition(backend: cpu.CpuBackend) -> None:
-    """-0 and +0 compare equal, so which of them a minimum finds first depends on the order of the comparisons."""
+    """-0 and +0 compare equal, so the zero that a minimum finds first depends on the order of the comparisons."""
     fmt = HackFormat(64, 32)
     case = Case(fmt, [64], heads=2)
     for rows in (case.k[0], case.v[0]):
@@ -66,7 +66,7 @@ def test_a_minimum_of_zero_is_positive_whichever_zeros_stand_in_the_partition(ba
 
 @pytest.mark.parametrize("num_pages", [0, 3, 700])
 def test_planes_of_a_pool_are_zero_apart_and_aligned(num_pages: int) -> None:
-    """Also where all of them lie in one block of huge pages."""
+    """This also holds for planes in one block of huge pages."""
     formats = [HackFormat(96, 32), HackFormat(64, 32, k_bits=4), HackFormat(96, 32)]
     layers = hack_kernels(cpu.CpuBackend(), formats[0]).new_planes(formats, num_pages, 3)
     assert [list(planes) for planes in layers] == [[spec.name for spec in fmt.planes] for fmt in formats]

@@ -1,4 +1,4 @@
-"""Pages of levels in C++, under every instruction path: bytes of the definition, attention that agrees with it."""
+"""Pages of levels in C++, on every instruction set: equal bytes to the definition, and attention that agrees."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_attention_agrees_with_the_definition(backend: cpu.CpuBackend, fmt: Leve
 
 @pytest.mark.parametrize("fmt", [*FORMATS[:: len(PAGE_TOKENS) - 1], *pairs.WINDOWED, *pairs.NARROW], ids=str)
 def test_prompts_equal_fp64_attention_on_what_codes_stand_for(backend: cpu.CpuBackend, fmt: LevelFormat) -> None:
-    """Rows around the edges of pages, to 2e-6 relative, plus what weights near a tie may turn."""
+    """Rows around the edges of pages agree to 2e-6 relative, plus the effect of weights near a tie."""
     ours, _ = pairs.kernels_of(backend, fmt)
     pages = fmt.window.pages + 2
     n, d = pages * fmt.page_tokens + 3, fmt.head_dim

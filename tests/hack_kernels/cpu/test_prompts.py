@@ -1,4 +1,4 @@
-"""Prompts under every instruction path: what a row gets does not depend on the rows beside it, to the last bit."""
+"""Prompts on every instruction set: the result of a row does not depend on other rows, to the last bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORMATS: list[tuple[PageFormat, Callable[..., Any]]] = [
 
 
 class Prompt:
-    """A sequence of which every full page is sealed."""
+    """A sequence whose full pages are sealed."""
 
     def __init__(self, backend: cpu.CpuBackend, fmt: PageFormat, definition: Callable[..., Any], n: int) -> None:
         pi, full, d = fmt.page_tokens, n // fmt.page_tokens, fmt.head_dim
@@ -47,7 +47,7 @@ class Prompt:
         self.kernels.seal(0, self.pool, torch.arange(full), torch.arange(full) * pi, *sealed)
 
     def attend(self, begin: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Rows begin .. stop, as a chunk of their own."""
+        """Attend to rows begin .. stop as a separate chunk."""
         for slots, x in ((self.pool.open_k, self.k), (self.pool.open_v, self.v)):
             slots.fill_(torch.nan)
             numbers = self._exact_rows(self.pool, begin)
@@ -61,7 +61,7 @@ class Prompt:
 
     @staticmethod
     def _exact_rows(pool: Pool, begin: int) -> Tensor:
-        """Those before `begin` that a slot holds."""
+        """The numbers of the rows before `begin` that a slot contains."""
         pi = pool.page_tokens
         pages = (*pool.window.earlier(begin // pi), begin // pi)
         return torch.tensor([row for page in pages for row in range(page * pi, min((page + 1) * pi, begin))]).long()
@@ -72,7 +72,7 @@ class Prompt:
 def test_a_row_does_not_depend_on_the_rows_beside_it(
     backend: cpu.CpuBackend, fmt: PageFormat, definition: Callable[..., Any], dtype: torch.dtype
 ) -> None:
-    """Chunks of five rows or more, cut anywhere, give the bits that the whole prompt gives, on one thread."""
+    """On one thread, chunks of five rows or more, cut anywhere, give the same bits as the whole prompt."""
     backend.threads = 1
     n = 4 * fmt.page_tokens + 21
     prompt = Prompt(backend, fmt, definition, n)

@@ -23,7 +23,7 @@ every_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 
 
 def some_rows(fmt: ReadFormat, n: int) -> tuple[Tensor, Tensor]:
-    """K and V [n, Hkv, D], a few channels loud."""
+    """K and V [n, Hkv, D] with a few large channels."""
     k, v = (random_rows(seed, n, HEADS, fmt.head_dim) for seed in (1, 2))
     k[..., 3:5] *= 20
     return k.half(), v.half()
@@ -37,7 +37,7 @@ def test_bytes_equal_the_definition(backend: cpu.CpuBackend, fmt: ReadFormat) ->
 
 
 def fp64_attention(fmt: ReadFormat, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-    """One query [D] at `position` over head 0: pages before its own dequantized, its own exact."""
+    """FP64 attention of one query [D] at `position` over head 0: earlier pages dequantized, its own page exact."""
     pi, kernels = fmt.page_tokens, definition(fmt)
     own, seen = position // pi * pi, []
     planes = kernels.export(filled(kernels, fmt, k, v), torch.arange(own // pi))

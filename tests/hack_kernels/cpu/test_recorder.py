@@ -1,4 +1,4 @@
-"""Calls of kernels that are taken down and made again."""
+"""Calls of kernels that are recorded and replayed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def rows() -> RowKernels:
 
 
 def length(program: Any) -> int:
-    """Calls in a program."""
+    """The number of calls in a program."""
     assert isinstance(program, compiled().Program)
     return len(program)
 
 
 def test_calls_are_made_again_on_the_same_memory(rows: RowKernels) -> None:
-    """Views and empty tensors are free; what lies between two calls is memory of the program."""
+    """Views and empty tensors are no calls. Results between two calls are in memory of the program."""
     x, weight, found = torch.rand(2, 8), torch.rand(4, 8), list[Tensor]()
 
     def work() -> None:
@@ -44,7 +44,7 @@ def test_calls_are_made_again_on_the_same_memory(rows: RowKernels) -> None:
 
 
 def test_programs_of_one_recorder_share_their_memory(rows: RowKernels) -> None:
-    """What a program needs no more is there for its next call, and for the next program."""
+    """Memory that a program no longer needs is used by its next call, and by the next program."""
     x, weight, places = torch.rand(1, 64), torch.rand(64, 64), list[int]()
 
     def work() -> None:
@@ -110,7 +110,7 @@ def test_ids_are_looked_at_when_a_program_runs(rows: RowKernels) -> None:
 
 
 def test_recording_does_not_import_torchs_compiler() -> None:
-    """The first request would wait two seconds for it."""
+    """Otherwise the first request would wait two seconds for the import."""
     done = """
 import sys, torch
 from hack_kernels.cpu import CpuBackend

@@ -1,4 +1,4 @@
-"""Ablation HACK/RQE in C++: pages that grow, bit for bit as in the reference."""
+"""Ablation HACK/RQE in C++: growing pages equal the reference bit for bit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.hack_kernels.pools import empty_pool, hack_kernels, random_rows, refe
 def requantized(
     kernels: HackKernels, fmt: HackFormat, batches: list[list[int]], scale: float = 1.0
 ) -> Iterator[Planes]:
-    """Every plane in wire order after each batch, which appends batches[i][b] rows to sequence b.
+    """The planes in wire order after each batch; batch i appends batches[i][b] rows to sequence b.
 
-    The pool held other pages before.
+    The pool contains other pages before.
     """
     width = -(-sum(max(batch) for batch in batches) // fmt.page_tokens)
     sequences, heads = len(batches[0]), 2
@@ -59,7 +59,7 @@ def test_requantized_bytes_equal_the_reference(backend: cpu.CpuBackend, fmt: Hac
 
 @pytest.mark.parametrize("scale", [2.0**-24, 2.0**-14, 300.0, 40000.0])
 def test_requantized_bytes_equal_the_reference_at_extreme_scales(backend: cpu.CpuBackend, scale: float) -> None:
-    """At the largest ones s·code + m passes what FP16 holds."""
+    """At the largest scales s·code + m exceeds the range of FP16."""
     fmt = HackFormat(64, 32, 4, 2, rounding=Rounding.STOCHASTIC)
     assert_requantized_alike(backend, fmt, [[20], [1], [1], [1]], scale)
 
@@ -68,7 +68,7 @@ def test_requantized_bytes_equal_the_reference_at_extreme_scales(backend: cpu.Cp
 @given(data=st.data())
 @settings(max_examples=15)
 def test_any_batch_is_requantized_as_by_the_reference(isa: str, data: st.DataObject) -> None:
-    """Sequences that take no rows, some, or many pages at once."""
+    """A batch has sequences that take no rows, some rows, or many pages at once."""
     backend = cpu.CpuBackend(isa, threads=data.draw(st.sampled_from([1, 3])))
     fmt = data.draw(st.sampled_from(FORMATS))
     rows = st.integers(0, 3) | st.integers(0, 2 * fmt.page_tokens)

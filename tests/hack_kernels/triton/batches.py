@@ -1,4 +1,4 @@
-"""Ragged batches for tests of decode: sealed pages in a shuffled pool, open pages, and NaN where nothing may look."""
+"""Ragged batches for tests of decode: sealed pages in a shuffled pool, open pages, NaN where kernels may not read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DecodeBatch:
     wire: Planes
     pages: Planes
     k: Tensor
-    """FP16 [N, Hkv, Π, D]: what the pages were sealed from."""
+    """FP16 [N, Hkv, Π, D]: the rows from which the pages were sealed."""
     v: Tensor
     open_k: Tensor
     open_v: Tensor
@@ -54,14 +54,14 @@ class DecodeBatch:
 
 
 def largest_error(found: Tensor, expected: Tensor) -> float:
-    """Relative, of the row that is off most."""
+    """The largest relative error of a row."""
     return float(((found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 def decode_batch(
     fmt: HackFormat, cached: list[int], heads: int, group: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> DecodeBatch:
-    """One query per sequence; `cached[b]` tokens precede its own."""
+    """A batch with one query per sequence. `cached[b]` tokens precede it."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(count: int) -> Tensor:

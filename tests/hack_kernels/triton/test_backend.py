@@ -1,4 +1,4 @@
-"""Seal, install, export and prefill as Triton interprets them, against the reference: codes bit for bit, odd shapes."""
+"""Seal, install, export and prefill, interpreted by Triton, against the reference: bit-equal codes, odd shapes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def kernels_of(fmt: HackFormat, prefill: Prefill = Prefill.HOMOMORPHIC) -> HackK
 
 
 def poisoned(fmt: HackFormat, pages: int, heads: int) -> Pool:
-    """A pool in which no sealed page is what `new_pages` would leave there."""
+    """A pool whose sealed pages differ from those that `new_pages` makes."""
     pool = empty_pool(kernels_of(fmt), fmt, pages, heads)
     torch.empty(0, dtype=torch.uint8).set_(pool.planes["k_codes"].untyped_storage()).fill_(0xA5)
     return pool
@@ -56,7 +56,7 @@ def assert_same_bytes(got: Planes, expected: Planes) -> None:
 
 @pytest.mark.parametrize("fmt", SEALED, ids=str)
 def test_sealed_records_are_the_reference_s_bit_for_bit(fmt: HackFormat) -> None:
-    """Also constant partitions, and steps so fine that they are subnormal in FP16; positions far into a sequence."""
+    """Cases include constant partitions, steps that are subnormal in FP16, and positions far into a sequence."""
     k, v = (rows(seed, 3, 2, fmt.page_tokens, fmt.head_dim) for seed in (1, 2))
     k[0, 0, 3], v[1, 1, :, 7] = 0.5, -0.25
     k[1] *= 1e-4
@@ -74,8 +74,8 @@ def test_sealed_records_are_the_reference_s_bit_for_bit(fmt: HackFormat) -> None
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in SEALED if fmt.rounding is STOCHASTIC], ids=str)
 def test_a_range_of_heads_is_sealed_as_among_all_of_them(fmt: HackFormat) -> None:
-    """Noise is keyed by the model's heads: a worker that holds two of four gives their bytes, in a pool of its own or
-    in a view of a larger one."""
+    """Noise is keyed by the model's heads. A worker with two of four heads gives the same bytes, in its own pool or in
+    a view of a larger one."""
     k, v = (rows(seed, 2, 4, fmt.page_tokens, fmt.head_dim) for seed in (1, 2))
     ids, starts, part = torch.tensor([1, 0]), torch.tensor([0, 3]) * fmt.page_tokens, slice(1, 3)
     whole = empty_pool(reference(fmt), fmt, 2, 4)
@@ -91,7 +91,7 @@ def test_a_range_of_heads_is_sealed_as_among_all_of_them(fmt: HackFormat) -> Non
 
 
 def test_requantized_pages_are_the_reference_s_and_no_others_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second sequence's table ends with a page 0 that is another's, who writes to it in the meantime."""
+    """The second sequence's table ends with page 0, which another sequence owns and writes in the meantime."""
     fmt = HackFormat(64, 32, 2, 4, arithmetic=ASYMMETRIC, open_page=OpenPage.REQUANTIZE)
     pool, expected = poisoned(fmt, 5, 2), empty_pool(reference(fmt), fmt, 5, 2)
     table, mine = torch.tensor([[4, 1], [3, 0]]), torch.tensor([4, 1, 3])
@@ -149,7 +149,8 @@ def test_any_bytes_survive_install_and_export(fmt: HackFormat) -> None:
 
 
 def ragged(fmt: HackFormat, kv_heads: int) -> tuple[Spans, Tensor, Tensor, int]:
-    """Spans around page boundaries: with and without an open page, of very different lengths; open K, open V, rows."""
+    """Spans around page boundaries, with and without an open page, of very different lengths; also open K, open V and
+    the number of rows."""
     pi = fmt.page_tokens
     pairs = [(pi - 4, 4), (pi, 1), (pi - 1, 2), (0, 1), (3 * pi - 2, 4), (0, pi - 1)]
     starts, counts = (torch.tensor(x) for x in zip(*pairs, strict=True))
@@ -171,9 +172,9 @@ def ragged(fmt: HackFormat, kv_heads: int) -> tuple[Spans, Tensor, Tensor, int]:
     ids=str,
 )
 def test_prefill_of_a_ragged_batch_is_the_reference_s(fmt: HackFormat, group: int, dtype: torch.dtype) -> None:
-    """In a pool of four KV heads, of which the call sees one or two. Weights near a rounding tie may turn.
+    """The pool has four KV heads, of which the call sees one or two. Weights near a rounding tie may differ.
 
-    Own rows that are seen as codes have the noise of the model's heads, as their pages will.
+    Rows of the own page that are seen as codes have the noise of the model's heads, like sealed pages.
     """
     heads = 2 if group < 7 else 1
     spans, open_k, open_v, total = ragged(fmt, heads)

@@ -1,4 +1,4 @@
-"""Decode kernels under Triton's interpreter: equal to the reference for every format, batch and division of work."""
+"""Decode kernels under Triton's interpreter equal the reference for every format, batch and division of work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(batch: DecodeBatch, programs: int) -> Tensor:
 
 
 def assert_equal(found: Tensor, expected: Tensor, bound: float = 2e-6) -> None:
-    """Row by row; a weight of P so near a tie that FP32 rounds it to the other side may move a row by one step."""
+    """Assert that rows are equal within bounds. A weight of P near a tie may move a row by one step."""
     errors = (found.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
     assert float(errors.median()) < bound
     assert float(errors.max()) < max(bound, 1 / 127)
@@ -56,7 +56,7 @@ def test_every_width_of_codes(bits: tuple[int, int], page_tokens: int, stored_su
 
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 24])
 def test_ragged_batches_for_any_group(group: int) -> None:
-    """Lengths around a page, an open page with one row, and neighbours of very different lengths."""
+    """Lengths are around a page and very different. One open page has one row."""
     batch = decode_batch(HackFormat(64, 32), [31, 0, 32, 300, 33], heads=2 if group == 3 else 1, group=group)
     assert_equal(run(batch, programs=6), batch.expected())
 
@@ -94,7 +94,7 @@ def test_some_heads_of_a_pool() -> None:
 
 
 def test_queries_beside_keys_and_values_are_read_where_they_are() -> None:
-    """A model's product makes rows of queries, keys and values; decode copies nothing out of them."""
+    """A model's product makes rows of queries, keys and values. Decode copies nothing out of these rows."""
     batch = decode_batch(HackFormat(64, 32), [40, 3], heads=2, group=2)
     packed = torch.cat((batch.q, torch.full((2, 4, 64), float("nan"))), 1)
     beside = packed[:, :4]
@@ -112,7 +112,8 @@ def test_as_many_programs_as_registers_let_run_at_once(arithmetic: Arithmetic, p
 
 
 def test_attention_on_one_key_and_on_all_alike() -> None:
-    """A score far above the rest, and long flat attention, where a fixed scale of P would lose every weight."""
+    """One score is far above the rest; or attention is long and flat, where a fixed scale of P would lose every
+    weight."""
     batch = decode_batch(HackFormat(64, 32), [320], heads=1, group=2)
     for factor in (0.0, 60.0):
         batch.q.mul_(factor) if factor else batch.q.zero_()

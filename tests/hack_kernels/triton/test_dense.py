@@ -1,5 +1,4 @@
-"""Prompts that read dequantized pages, as Triton interprets them: FP64 attention to what a query sees, wherever a
-prompt was cut."""
+"""Prompts that read dequantized pages, interpreted by Triton, agree with FP64 attention wherever a prompt is cut."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def test_prompts_see_what_the_format_says_wherever_they_are_cut(fmt: PageFormat,
 
 @pytest.mark.parametrize("fmt", [FORMATS[0], FORMATS[7], FORMATS[2]], ids=str)
 def test_a_batch_that_holds_too_much_is_attended_to_in_parts(fmt: PageFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sequences at a time, and five pages where the definition dequantizes."""
+    """The parts are two sequences at a time, and five pages at a time if the definition dequantizes."""
     torch.manual_seed(7)
     monkeypatch.setattr(dense, "HELD_TOKENS", 2 * 6 * fmt.page_tokens)
     monkeypatch.setattr(dense, "READ_PAGES", 5)

@@ -1,4 +1,4 @@
-"""A GPU's time is summed when the GPU has spent it, and nobody waits for that."""
+"""A GPU's time is summed when the GPU has spent it, without a wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 
 class Stream:
-    """A device that comes to one mark after another, when a test says so. Each takes a millisecond."""
+    """A device that reaches one mark after another when a test says so. Each takes a millisecond."""
 
     def __init__(self) -> None:
         self.marks = self.reached = self.asked = 0
@@ -21,7 +21,7 @@ class Stream:
         return Mark(self, self.marks)
 
     def no_mark(self) -> None:
-        """While a graph is captured."""
+        """Give no mark, as while a graph is captured."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def test_what_is_measured_is_what_the_device_has_finished(acts: list[str]) -> No
 
 
 def test_nothing_is_measured_and_no_mark_is_asked_while_a_graph_is_captured() -> None:
-    """CUDA refuses both then."""
+    """CUDA refuses both during a capture."""
     stream = Stream()
     marks: list[Callable[[], Event | None]] = [stream.mark, stream.mark, stream.no_mark, stream.no_mark]
     watch = EventStopwatch(lambda: marks.pop(0)())

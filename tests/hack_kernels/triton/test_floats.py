@@ -1,4 +1,4 @@
-"""How codes of small floating-point numbers become numbers in Triton's kernels, and how numbers become codes."""
+"""Conversions between small floating-point numbers and their codes in Triton's kernels."""
 
 from __future__ import annotations
 

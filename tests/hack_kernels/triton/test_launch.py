@@ -1,4 +1,4 @@
-"""A launch from any thread."""
+"""Launches from any thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step(batch: DecodeBatch) -> torch.Tensor:
 
 
 def test_threads_launch_kernels_side_by_side() -> None:
-    """An engine decodes while its inbox installs; the interpreter alone would mix up their programs."""
+    """An engine decodes while its inbox installs. Without a lock the interpreter would mix up their programs."""
     batches = [decode_batch(HackFormat(64, 32), [40 + 30 * i], heads=1, group=1, seed=i) for i in range(4)]
     alone = [step(batch) for batch in batches]
     with ThreadPoolExecutor(4) as threads:
@@ -36,7 +36,7 @@ def test_threads_launch_kernels_side_by_side() -> None:
 
 
 class Watched:
-    """A kernel that tells on which GPU it was launched, as the context around it says."""
+    """A kernel that records the GPU on which it is launched, as the context around the launch says."""
 
     def __init__(self) -> None:
         self.entered: list[torch.device] = []
@@ -53,7 +53,7 @@ class Watched:
 
 
 def test_a_launch_goes_where_its_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever GPU the calling thread has: threads begin on the first one."""
+    """The GPU of the calling thread does not matter: threads begin on the first GPU."""
     kernel = Watched()
     monkeypatch.setattr(torch.cuda, "device", kernel.on)
     with FakeTensorMode():

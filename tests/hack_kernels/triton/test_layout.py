@@ -1,4 +1,4 @@
-"""How pages rest on a GPU: the documented place of every code, and the way there and back."""
+"""The layout of pages on a GPU: the documented place of every code, and conversions in both directions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_lane_finds_the_metadata_of_its_rows_side_by_side(fmt: HackFormat) -> 
 
 
 def test_a_record_is_as_large_as_the_page_on_the_wire() -> None:
-    """At the default format; only head_dim 96 and 2-bit K in pages of 32 tokens by 96 channels leave fields empty."""
+    """This holds at the default format. Only head_dim 96 and 2-bit K in pages of 32 x 96 leave fields empty."""
     assert page_layout(HackFormat(128, 64)).nbytes == 5120
     assert page_layout(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC)).nbytes == 5376
     assert CodeTiles(96, 64, 2).nbytes == 2048

@@ -1,4 +1,4 @@
-"""Pages of levels as Triton interprets their kernels: bytes of the definition, attention that agrees with it."""
+"""Pages of levels, with kernels interpreted by Triton: equal bytes to the definition, and attention that agrees."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ EPSILON = torch.finfo(torch.float16).eps
 
 
 def presets() -> list[ReadFormat]:
-    """What codecs keep, in heads of 64 channels."""
+    """The formats of the codecs' presets, in heads of 64 channels."""
     found: list[ReadFormat] = []
     for row in CODECS.values():
         if row.make is make_floats:
@@ -67,7 +67,7 @@ def kernels_of(fmt: ReadFormat) -> FloatTriton | GroupTriton:
 
 
 def sealed(kernels: ReadingReference, fmt: ReadFormat, batch: DecodeBatch, loud: float) -> Pool:
-    """Pages of the batch's rows; those of K times `loud`, those of V divided by it, page by page."""
+    """A pool with the batch's pages sealed. In every second page, K is multiplied by `loud` and V divided by it."""
     count, heads = batch.k.shape[:2]
     pool = new_pool(fmt, kernels, CPU, count, 1, range(heads))
     ids = torch.arange(count)
@@ -92,20 +92,20 @@ def test_bytes_equal_the_definition(fmt: ReadFormat) -> None:
 @every_format
 @pytest.mark.parametrize("loud", [1.0, 4.0])
 def test_decode_equals_fp64_on_what_the_codes_stand_for(fmt: ReadFormat, loud: float) -> None:
-    """Pages have scales of their own, up to sixteen times apart."""
+    """Scales of pages differ by up to a factor of sixteen."""
     page_tokens = fmt.page_tokens
     batch = decode_batch(HackFormat(fmt.head_dim, page_tokens), [3 * page_tokens + 1, 0], heads=1, group=3)
     kernels = kernels_of(fmt)
     pool = sealed(kernels, fmt, batch, loud)
     out = kernels.attend(0, pool, batch.spans, Rows(batch.q.half()))
     assert out.dtype is torch.float16
-    # Queries, weights and outputs are rounded to FP16; scores grow with the loudness of keys.
+    # Queries, weights and outputs are rounded to FP16. Scores grow with the size of keys.
     assert largest_error(out, batch.exact(*stood_for(kernels, pool))) < 3 * loud * EPSILON
 
 
 @every_format
 def test_a_quiet_row_of_values_keeps_its_weight_beside_a_loud_one(fmt: ReadFormat) -> None:
-    """Weights are multiplied by the scales of V before they are FP16; the least are not lost for the largest."""
+    """Weights are multiplied by the scales of V before they become FP16, so that small ones are not lost."""
     shape = HackFormat(fmt.head_dim, fmt.page_tokens)
     kernels, batch = kernels_of(fmt), decode_batch(shape, [fmt.page_tokens], heads=1, group=1)
     v = batch.v.sign() * 2.0**-8
@@ -122,7 +122,7 @@ def test_a_quiet_row_of_values_keeps_its_weight_beside_a_loud_one(fmt: ReadForma
 
 @every_format
 def test_prompts_equal_the_definition(fmt: ReadFormat) -> None:
-    """From the first row on, from inside a page and of one row, against FP32 queries."""
+    """Prompts start at the first row, inside a page, or with the last row. The definition has FP32 queries."""
     pi = fmt.page_tokens
     n = 2 * pi + 5
     k, v = (random_rows(seed, n, HEADS, fmt.head_dim).half() for seed in (1, 2))
@@ -137,13 +137,13 @@ def test_prompts_equal_the_definition(fmt: ReadFormat) -> None:
         found = ours.attend(0, pools[0], span, Rows(q[rows], k[rows], v[rows]))
         expected = theirs.attend(0, pools[1], span, Rows(q[rows].float(), k[rows], v[rows]))
         assert found.dtype is torch.float16
-        # Only the result is rounded; on a GPU weights are too, to TF32.
+        # Only the result is rounded. On a GPU weights are also rounded, to TF32.
         assert largest_error(found, expected.double()) < EPSILON
 
 
 @every_format
 def test_lists_of_pages_by_head_are_read(fmt: ReadFormat) -> None:
-    """Decode after an eviction: each head has pages of its own."""
+    """After an eviction each head has its own list of pages."""
     pi, pages = fmt.page_tokens, 3
     k, v = (random_rows(seed, pages * pi, HEADS, fmt.head_dim).half() for seed in (1, 2))
     ours, theirs = kernels_of(fmt), definition(fmt)

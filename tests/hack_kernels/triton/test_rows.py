@@ -1,4 +1,4 @@
-"""Decode over FP16 and BF16 rows, as Triton interprets it, against FP64 attention."""
+"""Decode over FP16 and BF16 rows, interpreted by Triton, against FP64 attention."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_attention_over_rows_equals_fp64(fmt: HackFormat, dtype: torch.dtype) ->
 @pytest.mark.parametrize("group", [1, 5, 16, 24])
 @pytest.mark.parametrize("programs", [1, 6])
 def test_ragged_batches_for_any_group(group: int, programs: int) -> None:
-    """Two pages a tile: lengths around a page and a tile, and neighbours of very different lengths, in many shares."""
+    """A tile is two pages. Lengths are around a page and a tile, or very different, and split into many shares."""
     batch = decode_batch(HackFormat(64, 32), [31, 0, 32, 300, 33, 64], heads=1, group=group)
     pool = Pool({"k": batch.k, "v": batch.v}, batch.open_k, batch.open_v)
     space = Workspace(torch.device("cpu"), programs)
@@ -57,7 +57,7 @@ def test_ragged_batches_for_any_group(group: int, programs: int) -> None:
 
 @pytest.mark.parametrize("tiling", [RowTiling(2**11), RowTiling(2**13, 4, 4, 255)], ids=str)
 def test_tiles_of_any_size(tiling: RowTiling) -> None:
-    """Parts of a page, and several pages."""
+    """A tile is a part of a page, or several pages."""
     batch = decode_batch(HackFormat(64, 64), [200, 7], heads=1, group=2)
     pool, out = Pool({"k": batch.k, "v": batch.v}, batch.open_k, batch.open_v), torch.empty_like(batch.q)
     rows_launch(pool, batch.spans, batch.q, out, workspace(), tiling).run()
@@ -91,7 +91,7 @@ def test_each_head_may_have_its_own_pages_and_its_slot_a_window() -> None:
 
 
 def test_a_backend_takes_the_kernel_where_it_loses_nothing() -> None:
-    """16-bit queries of decode; FP32 ones are the definition's to the bit."""
+    """The kernel takes 16-bit queries of decode. FP32 queries have exactly the definition's result."""
     fmt, batch = RowFormat(64, 32), decode_batch(HackFormat(64, 32), [70, 5], heads=1, group=3)
     pool = Pool({"k": batch.k, "v": batch.v}, batch.open_k.nan_to_num(), batch.open_v.nan_to_num())
     definition = RowReference(fmt, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""How the pages of a batch are divided among programs."""
+"""The division of a batch's pages among programs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_unit_has_one_program_and_stretches_are_equal_but_for_one_unit(tot
 
 
 def test_a_workspace_does_not_grow_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeroing new tickets would be recorded and not done, and an eager launch would read what lay there."""
+    """The zeroing of new tickets would be recorded but not done, and an eager launch would read garbage."""
     workspace = Workspace(torch.device("cpu"), 3)
     tickets = workspace.tickets(2, 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""XXH3 by Triton is XXH3: what `xxhash` says of the same bytes."""
+"""XXH3 by Triton equals that of `xxhash`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ xxh3 = pytest.importorskip("hack_kernels.triton.xxh3")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK, STRIPE = 1024, 64
 EDGES = [241, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + STRIPE, BLOCK + STRIPE + 1, 3 * BLOCK, 3 * BLOCK + 5 * STRIPE + 7]
-"""Around blocks and stripes, where a length is another number of them."""
+"""Lengths around multiples of blocks and stripes."""
 
 
 def lying(data: bytes) -> torch.Tensor:

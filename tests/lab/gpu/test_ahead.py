@@ -1,4 +1,4 @@
-"""Kernels are compiled for a GPU that is not here."""
+"""Kernels are compiled for a GPU that this machine does not have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(compiled[0].metadata.target.arch, len(compiled[0].asm["cubin"]) > 0)
 
 
 def test_a_launch_compiles_and_leaves_zeros(tmp_path: Path) -> None:
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
+    """The test needs a process of its own: Triton decides at import whether it interprets."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -1,4 +1,4 @@
-"""The rival that dequantizes computes the right thing too."""
+"""The rival that dequantizes is correct too."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reconstructed(batch: DecodeBatch) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_dequantized_attention_equals_fp64_on_the_reconstructed_rows(fmt: HackFormat) -> None:
-    """To what FP16 queries, values and weights allow."""
+    """The bound is that of FP16 queries, values and weights."""
     batch = decode_batch(fmt, [fmt.page_tokens - 1, 3 * fmt.page_tokens], heads=1, group=3)
     out = attn_decode_dequantized(fmt, batch.pool, batch.spans, batch.q, workspace())
     assert largest_error(out, batch.exact(*reconstructed(batch))) < 3e-3

@@ -1,6 +1,6 @@
 """Gates on the machine code of every kernel for every architecture, compiled here without a GPU.
 
-Triton keeps what it compiled on disk; a first run takes CPU minutes. `python -m lab.gpu.inspect` prints
+Triton keeps compiled kernels on disk; a first run takes minutes of CPU time. `python -m lab.gpu.inspect` prints
 the whole table.
 """
 
@@ -27,7 +27,7 @@ TIGHTEST = {
     "decode D=256 Π=128 K4V4 asymmetric G=8": (100, 2 * 64 + 4),
     "prefill D=256 Π=128 K4V4 asymmetric G=4": (90, 2 * 32),
 }
-"""Kernels that have spilled -> the architecture, and INT8 products: they take every register that there is."""
+"""Kernels that have spilled before, since they need every register -> the architecture and the INT8 products."""
 WITH_CODES = {
     "decode D=64 Π=64 K2V2 G=8": {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 4, "loads_narrower": 0},
     "decode D=64 Π=64 K2V2 asymmetric G=8": {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 4},
@@ -36,8 +36,9 @@ WITH_CODES = {
     "install D=64 Π=64 K2V2": {"int8_mma": 0, "float_mma": 0},
     "export D=64 Π=64 K2V2": {"int8_mma": 0, "float_mma": 0},
 }
-"""Kernels whose main loop is known, on every architecture: products of 16x8 with 32 codes or 16 values, decode's last
-ones sums of P, and 2 KiB of codes in 16 bytes a lane; in prefill 4 KiB by 128 lanes, K once per partition."""
+"""Kernels whose main loop is known, on every architecture: products of 16x8 with 32 codes or 16 values, of which the
+last in decode are sums of P, and 2 KiB of codes, 16 bytes a lane. In prefill 128 lanes load 4 KiB, K once per
+partition."""
 OF_LEVELS = {
     "decode levels D=64 Π=64 K4V4 G=3": {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 8, "loads_narrower": 0},
     "decode levels D=64 Π=64 K3V3 window 1+2 G=3": {"int8_mma": 32 + 2, "float_mma": 0, "loads_narrower": 0},
@@ -45,7 +46,7 @@ OF_LEVELS = {
     "seal levels D=128 Π=64 K3V3 window 1+2": {"int8_mma": 0, "float_mma": 0},
     "install levels D=64 Π=64 K3V3 window 1+2": {"int8_mma": 0, "float_mma": 0},
 }
-"""Pages of levels, on sm_90: 3 bits are two products, of 2 and of 1."""
+"""Pages of levels, on sm_90. Codes of 3 bits take two products, of 2 bits and of 1."""
 OF_NUMBERS = {
     "decode e2m1 power D=64 Π=64 G=3": 8 + 1,
     "decode e2m1 twofold D=64 Π=64 G=3": 8 + 1,
@@ -54,8 +55,8 @@ OF_NUMBERS = {
     "decode groups K4V4 D=64 Π=64 G=3": 8 + 1 + 2,
     "seal groups K4V4 D=64 Π=64": 0,
 }
-"""Pages of FP4 and KIVI, on every architecture -> products of FP16 in decode, those of KIVI's minima
-among them."""
+"""Pages of FP4 and KIVI, on every architecture -> products of FP16 in decode, including those of KIVI's
+minima."""
 READ_ONE_BY_ONE = (
     *("decode e4m3 page D=64 Π=64 G=3", "decode e4m3 power D=64 Π=64 G=3", "decode e2m3 power D=64 Π=64 G=3"),
     *("seal e4m3 page D=64 Π=64", "seal e4m3 power D=64 Π=64", "seal e2m3 power D=64 Π=64"),
@@ -65,7 +66,7 @@ READ_ONE_BY_ONE = (
 )
 """Pages of FP8, FP6 and integer codes in groups, and wider heads, on sm_90."""
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
-"""What a program may have, by architecture."""
+"""Architecture -> the most shared memory of a program, in KiB."""
 CHECKSUMS = ("checksum XXH3 blocks", "checksum XXH3 chain")
 OF_ROWS = ("rows D=64 Π=64 G=8", "seal D=64 Π=64 K2V2 nearest")
 """Kernels that read FP16 rows, on every architecture."""
@@ -77,7 +78,7 @@ WIDE_DENSE = ("dense D=128 Π=64 G=4", "dense D=256 Π=64 G=4")
 SIZES = [f"D={d} Π={pi} K{bits}V{bits}" for d, pi, bits in (
     (64, 32, 4), (64, 128, 2), (96, 32, 2), (96, 64, 4), (96, 128, 2), (128, 32, 2), (128, 128, 4), (256, 32, 4),
 )]  # fmt: skip
-"""Every head_dim, page and width of the grid, not every three of them; `inspect --grid` compiles all."""
+"""Every head_dim, page size and width of the grid, but not every combination; `inspect --grid` compiles all."""
 SAMPLED = [
     example.name
     for example in GRID
@@ -86,7 +87,7 @@ SAMPLED = [
     and example.name.startswith(("prefill", "install", "export"))
 ]
 SAMPLED_ON = 100
-"""Where registers are scarcest."""
+"""The architecture with the fewest registers."""
 TIMEOUT_S = 1500
 pytestmark = [pytest.mark.timeout(3 * TIMEOUT_S), pytest.mark.slow]
 
@@ -95,7 +96,7 @@ Reports = dict[tuple[str, int], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def reports() -> Reports:
-    """By kernel and architecture, from a process whose Triton compiles instead of interpreting."""
+    """(kernel, architecture) -> report, from a process whose Triton compiles instead of interpreting."""
     lines = inspected([*WITH_CODES, *OF_ROWS, *OF_NUMBERS, *CHECKSUMS, DENSE], list(ARCHITECTURES))
     lines += (
         inspected([DECODE, ROWS, *OF_LEVELS, *READ_ONE_BY_ONE], [90])
@@ -109,7 +110,7 @@ def reports() -> Reports:
 
 
 def inspected(kernels: list[str], architectures: list[int], *more: str) -> list[dict[str, Any]]:
-    """What the tool prints."""
+    """The lines that the tool prints."""
     command = [sys.executable, "-m", "lab.gpu.inspect", "--json", "--kernel", *kernels]
     command += ["--arch", *map(str, architectures), *more]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -126,7 +127,7 @@ def test_nothing_spills(reports: Reports, kernel: str, arch: int) -> None:
 
 
 def test_every_kernel_fits_the_shared_memory_of_its_architecture(reports: Reports) -> None:
-    """A launch that asks for more fails where it would serve. Source: CUDA C++ programming guide."""
+    """Otherwise the launch fails on such a GPU. Source: CUDA C++ programming guide."""
     asked = {key: report["shared_bytes"] for key, report in reports.items()}
     assert {arch for _, arch in asked} <= SHARED_KIB.keys()
     assert {key: size for key, size in asked.items() if size > SHARED_KIB[key[1]] << 10} == {}
@@ -193,7 +194,7 @@ def test_batches_pass_the_gates_too(reports: Reports, kernel: str, arch: int) ->
 
 
 def test_a_page_stays_below_its_budget_on_hopper(reports: Reports) -> None:
-    """850 warp-instructions per 64 tokens, K and V, 8 queries: an H200's memory leaves about 1,100."""
+    """The budget is 850 warp-instructions per 64 tokens of K and V for 8 queries. An H200's memory allows 1,100."""
     report = reports[DECODE, 90]
     assert report["loop_per_64_tokens"] <= 850
     assert report["local_accesses"] == 0

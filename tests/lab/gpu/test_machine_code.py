@@ -1,4 +1,4 @@
-"""What is read from a disassembly."""
+"""The facts that are read from a disassembly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sandbox lets a program do, and what it does not."""
+"""The sandbox allows some actions of a program and refuses others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks for models that chat, on a tiny random checkpoint: what they ask, and what they find."""
+"""The tasks for chat models, on a tiny random checkpoint: their questions and their results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_progress_ends_where_it_was_said_to(subject: Subject, task: Task) -> Non
 
 
 def test_longer_windows_are_whole_and_of_other_text(subject: Subject) -> None:
-    """Those that `reading` reads less of: here it reads all as far, the first document before them."""
+    """`prepare_longer` reads only the largest point, from documents after the first, which `prepare` reads too."""
     limits = RunLimits(samples=2, longest=600)
     made = reading.prepare_longer(subject, limits)
     found = dict(made.measure(subject.with_codec(EXACT.codec), lambda count: None, ()))
@@ -56,7 +56,7 @@ EVICTING = variants.choose(["snapkv", "mpcache"])[1:]
 
 @pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
 def test_what_follows_a_prompt_is_read_from_the_rows_that_stayed(subject: Subject, row: variants.Variant) -> None:
-    """The exact codec's own row is exact; a budget of all rows, all of them read, makes another codec so."""
+    """The exact codec's result is exact. Another codec's is too, if its budget is all rows and it reads all."""
     made = continuing.prepare(subject, RunLimits(samples=1, longest=1024))
     loose = row.codec.model_copy(update={"settings": {"budget": "100%", "select": "100%"}})
     exact, all_rows, some = (
@@ -73,7 +73,7 @@ def test_what_follows_a_prompt_is_read_from_the_rows_that_stayed(subject: Subjec
 
 @pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
 def test_later_questions_are_asked_of_what_the_first_left(subject: Subject, row: variants.Variant) -> None:
-    """Positions go on behind the whole prompt."""
+    """Positions go on after the whole prompt, including evicted rows."""
     lanes, ids = ParallelSequences(subject.with_codec(row.codec), [700]), subject.filler[:700]
     lanes.prefill([ids[:600]], [1])
     assert (lanes.held, lanes.positions) == ([150], [600])
@@ -110,7 +110,7 @@ def test_a_longer_reading_begins_as_a_shorter_one(subject: Subject) -> None:
 
 
 def test_questions_score_as_each_alone_does(subject: Subject) -> None:
-    """Asked in turn on one cache, or each after all that came before it from an empty one."""
+    """Questions in turn on one cache score like each alone, after all earlier text, from an empty cache."""
     asked = questions._context(subject, 3, 1024)
     assert questions._size(asked) == 1024
     worker, before = subject.with_codec(EXACT.codec), np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""`hackkv calibrate --target-bytes`: which layers get more bits, and that a codec takes them from the file."""
+"""`hackkv calibrate --target-bytes` gives layers their bits, and a codec takes them from the file."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_bits_stay_within_the_target_and_go_where_most_is_lost(losses: list[floa
     assert bool(((widths >= 2) & (widths <= MOST_BITS)).all())
     left = table.double() / 4.0 ** (widths - 2)
     taken, open_ones = widths > 2, widths < MOST_BITS
-    if bool(taken.any()) and bool(open_ones.any()):  # no bit would have been better spent elsewhere
+    if bool(taken.any()) and bool(open_ones.any()):  # no bit would help more elsewhere
         assert float((left * 4)[taken].min()) >= float(left[open_ones].max())
 
 

@@ -1,4 +1,4 @@
-"""`hackkv calibrate` from text to a file that a codec reads, and that what it fits makes codes lose less."""
+"""`hackkv calibrate` from text to a file that a codec reads. The fitted constants make codes lose less."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def test_moments_are_those_of_the_rows_that_count_at_every_position() -> None:
-    """Against rows that the model's own cache kept, over chunks and windows of different lengths."""
+    """The comparison uses rows of the model's own cache, over chunks and windows of different lengths."""
     model = tiny_worker("fp16").model
     turns = rotation_table(model.spec.rope, model.spec.max_context, model.device)
     generator = np.random.default_rng(1)
@@ -210,7 +210,7 @@ def test_keys_that_are_not_finite_are_named() -> None:
 
 
 def loud_rows(seed: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Keys with a mean and a few loud directions, and queries that care for a few others."""
+    """Keys with a mean and a few large directions, and queries with a few other large directions."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -223,7 +223,7 @@ def loud_rows(seed: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("dim", [64, 96])
 def test_what_is_solved_lowers_the_error_of_scores(bits: int, dim: int) -> None:
-    """On rows that it did not see: far below that of a plain rotation, and each part of it helps."""
+    """On unseen rows the error is far below that of a plain rotation, and each part of the solution helps."""
     k, q = loud_rows(dim, 4000, dim)
     seen, k, q = (k[:3000], q[:3000]), k[3000:], q[3000:]
     mean = seen[0].mean(0)
@@ -246,7 +246,7 @@ def test_what_is_solved_lowers_the_error_of_scores(bits: int, dim: int) -> None:
 
 
 def test_moments_of_nothing_are_solved_too() -> None:
-    """A head whose keys never change, or that no query asks."""
+    """Such a head has constant keys, or no queries."""
     zero = torch.zeros(2, 64, 64, dtype=torch.float64)
     found = solve(Moments(zero[:, 0], zero, zero, zero))
     assert all(bool(tensor.isfinite().all()) for tensor in found.values())
@@ -256,7 +256,7 @@ def test_moments_of_nothing_are_solved_too() -> None:
 
 
 def test_gains_that_no_kernel_takes_are_made_smaller() -> None:
-    """Of queries that all ask the same, nearly."""
+    """Nearly equal queries give such gains."""
     asked = torch.full((1, 64, 64), 50.0, dtype=torch.float64)
     asked[0, 0, :] = asked[0, :, 0] = 3000.0
     asked[0, 0, 0] = 180000.0

@@ -23,7 +23,7 @@ TOKENS = LOSS_ROWS + 50
 
 @dataclass
 class Shown:
-    """What one layer showed, K and V and what belongs to them."""
+    """K and V of one layer, with their positions and gradients."""
 
     k: Tensor
     v: Tensor
@@ -42,7 +42,7 @@ def window(model: Llama) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def shown(model: Llama) -> list[Shown]:
-    """By layer, first to last."""
+    """The rows and gradients of each layer, first to last."""
     found, counted = list[Shown](), list[int]()
     read_gradients(
         model, (window(model),), lambda layer, k, v, at, of: found.append(Shown(k, v, at, of)), counted.append
@@ -63,7 +63,7 @@ def test_rows_are_those_of_the_model_that_serves(model: Llama) -> None:
 
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_gradients_say_how_the_loss_moves(model: Llama, name: str) -> None:
-    """Rows of the model that serves move a little along a direction; its loss moves as the gradient says."""
+    """Rows of the serving model are moved a little along a direction. Its loss changes as the gradient says."""
     for layer, each in enumerate(shown(model)):
         gradient = each.gradients[0 if name == "k" else 1]
         noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(layer))
@@ -74,7 +74,7 @@ def test_gradients_say_how_the_loss_moves(model: Llama, name: str) -> None:
 
 
 def loss_with(model: Llama, moved: int, name: str, by: Tensor) -> float:
-    """The loss of the window where the last rows of K or V of a layer are moved."""
+    """The loss of the window if the last rows of K or V of a layer are moved by `by`."""
     ids = torch.from_numpy(window(model))
     exact = exact_attend([ExactKv()], [TOKENS])
 

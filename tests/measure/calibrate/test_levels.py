@@ -1,4 +1,4 @@
-"""`hackkv calibrate kvquant` from text to a file that a codec reads, and what it finds."""
+"""`hackkv calibrate kvquant` from text to a file that a codec reads, and the constants that it finds."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_the_file_serves_all_widths_and_says_what_it_is_of(checkpoint: Path, cal
 async def test_the_cluster_says_what_one_process_says(
     checkpoint: Path, calibration: Path, name: str, settings: dict[str, Any]
 ) -> None:
-    """Calibrated pages travel and replay; rows that moved up turn by other numbers; selections find pages by number."""
+    """Calibrated pages travel and replay. After an eviction, rows rotate by other positions. Selections find pages by
+    number."""
     settings = {**settings, "calibration": str(calibration), "page_tokens": 32}
     worker = load_worker(ModelConfig(path=str(checkpoint), dtype="float32"), CodecConfig(name=name, settings=settings))
     requests = [greedy(f"r{i}", prompt(i, 70 + 60 * i), 30) for i in range(3)]
@@ -108,7 +109,7 @@ def test_the_same_text_gives_the_same_bytes(checkpoint: Path, calibration: Path,
 def test_levels_go_by_the_gradient_unless_told_otherwise(
     checkpoint: Path, calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file says which. Ranges do not depend on it."""
+    """The file names the sensitivity. Ranges do not depend on it."""
     args = ["kvquant", str(checkpoint), "--tokens", str(TOKENS), "--out", str(tmp_path / "out.safetensors")]
     found = {Path(calibration): SENSITIVITY}
     for sensitivity in Sensitivity:
@@ -169,7 +170,7 @@ def test_levels_are_means_of_what_is_nearest() -> None:
 @pytest.mark.slow
 @given(seed=st.integers(0, 2**31), groups=st.sampled_from([4, 8, 16]))
 def test_a_weight_counts_as_often_as_it_says(seed: int, groups: int) -> None:
-    """Whole weights are copies, within any range; what all weights share changes nothing."""
+    """An integer weight acts like copies, within any range. A common factor of all weights changes nothing."""
     draw = torch.Generator().manual_seed(seed)
     x, weights = torch.rand(200, generator=draw) * 4 - 2, torch.randint(0, 5, (200,), generator=draw)
     middle, reach = torch.tensor(0.25), torch.tensor(1.5)
@@ -179,7 +180,7 @@ def test_a_weight_counts_as_often_as_it_says(seed: int, groups: int) -> None:
 
 
 def test_rows_weigh_by_the_square_of_what_the_loss_feels() -> None:
-    """Keys turn back, and their gradients with them: what turns by nothing weighs what its own gradient says."""
+    """Keys are rotated back, and their gradients with them. An unrotated key weighs by its own gradient."""
     k = torch.linspace(-1, 1, 400)[:, None, None].expand(400, 1, 4).contiguous()
     still = torch.zeros(400, 2)
     felt = torch.where(k.abs() < 0.5, 10.0, 0.01)
@@ -194,7 +195,7 @@ def test_rows_weigh_by_the_square_of_what_the_loss_feels() -> None:
 
 
 def test_ranges_are_of_keys_before_the_rotary_embedding(checkpoint: Path, calibration: Path) -> None:
-    """Frequencies are the model's."""
+    """The file's frequencies are the model's."""
     worker = load_worker(ModelConfig(path=str(checkpoint)), CodecConfig(name="fp16"))
     found = load_file(calibration)
     assert found["frequencies"].tolist() == pytest.approx(worker.model.spec.rope.inv_freq)

@@ -25,8 +25,8 @@ FP16 = CodecConfig(name="fp16")
 
 @pytest.mark.parametrize("group", [1, 4, 7])
 def test_rotations_are_those_of_the_stacked_rows(group: int) -> None:
-    """Singular values, and what is left of rows without their last channels, beside torch's decomposition of the rows
-    themselves. Rows lie near half of the directions."""
+    """Singular values, and rows without their last channels, agree with torch's decomposition of the rows themselves.
+    Rows are near the span of half of the directions."""
     heads, generator = 2, torch.Generator().manual_seed(group)
 
     def near_half(*shape: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_what_is_left_at_some_rates_is_said(
 
 
 def test_the_file_serves_the_model_that_it_was_made_for(checkpoint: Path, projections: Path, tmp_path: Path) -> None:
-    """Its digest is in the fingerprint; another model of the same shape, and codecs of another kind, refuse it."""
+    """The file's digest is in the fingerprint. Another model of the same shape and other kinds of codecs refuse it."""
     config = CodecConfig(name="zack", settings={"calibration": str(projections), "share": "75%"})
     planned = plan_worker(ModelConfig(path=str(checkpoint)), config)
     artifact = read_artifact(projections)
@@ -112,7 +112,7 @@ def test_the_file_serves_the_model_that_it_was_made_for(checkpoint: Path, projec
 
 
 def test_rows_of_the_accuracy_report_project_at_several_sizes(checkpoint: Path, projections: Path) -> None:
-    """Each can be planned, and is no larger than its name says; without a file there is no such row."""
+    """Each row can be planned, and is no larger than its name says. Without a file there is no such row."""
     rows = [row for row in choose([], projections, ablations=False) if row.codec.name == "zack"]
     assert [row.name for row in rows] == [f"zack-{of}-{share.removesuffix('%')}" for of, share in SHARES]
     for row, (_, share) in zip(rows, SHARES, strict=True):
@@ -122,7 +122,7 @@ def test_rows_of_the_accuracy_report_project_at_several_sizes(checkpoint: Path, 
 
 
 def test_other_text_finds_nearly_the_same_channels(checkpoint: Path, projections: Path, tmp_path: Path) -> None:
-    """Lemma 3: the three quarters of channels that stay lie far more alike than those of random rotations would."""
+    """Lemma 3: the subspaces of the three quarters of channels that stay agree far more than random ones would."""
     out = tmp_path / "more.safetensors"
     assert main(["zack", str(checkpoint), "--tokens", "900", "--threads", "1", "--out", str(out)]) == 0
     first, second = (load_file(path) for path in (projections, out))

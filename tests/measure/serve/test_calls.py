@@ -1,4 +1,4 @@
-"""What is sent, and when: arrivals, lengths, prompts and traces."""
+"""The planned requests: arrivals, lengths, prompts and traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request to a server that answers, breaks off or talks nonsense, over a real socket."""
+"""One request over a real socket to a server that answers, breaks off or sends nonsense."""
 
 from __future__ import annotations
 

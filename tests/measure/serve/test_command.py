@@ -36,7 +36,7 @@ async def make_cluster() -> Cluster:
 
 @contextlib.asynccontextmanager
 async def serving(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[tuple[str, ...]]:
-    """The API of a scripted cluster; yields the arguments that name it."""
+    """Run the API of a scripted cluster; yield the command-line arguments for it."""
     app = build_app(make_served(cluster, tokenizer), (KEY,))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
     # The protocol is named for the reason that `router.front` gives.
@@ -50,7 +50,7 @@ async def serving(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[tuple
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the API asks for."""
+    """Set the key that the API asks for."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
 
 

@@ -1,4 +1,4 @@
-"""Outcomes become numbers, and numbers a picture."""
+"""The summary of outcomes as numbers and as a picture."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_server_without_stages_and_a_run_without_successes_have_numbers_too() 
 
 
 class Slow:
-    """Answers only when the event loop has turned a few times; counts how many wait."""
+    """A client that answers after a few turns of the event loop, and counts the calls that wait."""
 
     def __init__(self) -> None:
         self.now = self.most = 0

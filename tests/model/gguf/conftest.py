@@ -1,4 +1,4 @@
-"""A cache of its own for every test."""
+"""A separate cache for every test."""
 
 from __future__ import annotations
 

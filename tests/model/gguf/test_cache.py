@@ -1,4 +1,4 @@
-"""Converted once, whole or not at all, shared by all: the cache of GGUF files, and the mapped weights in it."""
+"""The cache of GGUF files: a file is converted once, completely or not at all, and processes share mapped weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(tmp_path: Path) -> Path:
 
 
 def told(path: Path) -> list[tuple[int, int]]:
-    """Progress of one conversion."""
+    """The progress reports of one conversion."""
     calls = list[tuple[int, int]]()
     cache.converted(path, torch.bfloat16, lambda done, total: calls.append((done, total)))
     return calls

@@ -1,4 +1,4 @@
-"""Metadata that we cannot serve is refused by its name."""
+"""Unsupported metadata is refused with its name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.model.gguf.writing import Change, write_gguf
 
 
 def key(name: str, value: object) -> Change:
-    """Set one field, in place of what the writer has."""
+    """A change that sets one field in place of the writer's."""
 
     def change(writer: GGUFWriter) -> None:
         fields = writer.kv_data[0]

@@ -1,4 +1,4 @@
-"""Files that lie: every defect of a header is an error that names the file and the field, before memory is taken."""
+"""Wrong headers: every defect is an error that names the file and the field, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def write_sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_header_is_read_or_refused(data: st.DataObject, sound: bytes, tmp_path: Path) -> None:
-    """Whatever bytes change: `CheckpointError` or a header, never another exception."""
+    """Any changed bytes give `CheckpointError` or a header, never another exception."""
     content = bytearray(sound)
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(4, 12_000))] = data.draw(st.integers(0, 255))

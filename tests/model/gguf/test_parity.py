@@ -21,7 +21,7 @@ from tests.model.gguf.writing import KINDS, write_gguf
 
 PROMPT = torch.randint(3, 512, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 TOLERANCE = 1e-5
-"""Some tens of float32 roundings, in units of the logits' standard deviation."""
+"""A few dozen float32 roundings, in units of the logits' standard deviation."""
 WIDE = Tiny(layers=1, hidden=256, heads=4, ffn=512)
 """Blocks of the K types hold 256 values of a row."""
 
@@ -32,7 +32,7 @@ def ours(path: Path) -> Tensor:
 
 
 def theirs(path: Path) -> Tensor:
-    """Logits of transformers in float64, so that the roundings are ours alone."""
+    """Logits of transformers in float64, so that the only roundings are this project's."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, attn_implementation="eager", dtype=torch.float64

@@ -1,4 +1,4 @@
-"""Tokenizers from metadata: how text is cut before pieces are merged, Llama 2's scheme, what begins and ends a text."""
+"""Tokenizers from metadata: splitting of text before merges, Llama 2's scheme, and tokens that begin and end a text."""
 
 from __future__ import annotations
 

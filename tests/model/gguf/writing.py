@@ -22,7 +22,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""Architecture of a checkpoint -> what llama.cpp calls it."""
+"""Architecture of a checkpoint -> its name in llama.cpp."""
 
 KINDS = GGMLQuantizationType
 
@@ -30,7 +30,7 @@ Change = Callable[[GGUFWriter], object]
 
 
 def write_gguf(path: Path, tiny: Tiny, kind: GGMLQuantizationType = KINDS.F32, change: Change | None = None) -> Path:
-    """Write the checkpoint of shape `tiny` as a GGUF file whose matrices are `kind`; returns `path`.
+    """Write the checkpoint of shape `tiny` as a GGUF file with matrices of type `kind`; return `path`.
 
     `change` may add to the writer before it writes. The checkpoint itself stays in a folder beside the file.
     """
@@ -65,7 +65,7 @@ def write_gguf(path: Path, tiny: Tiny, kind: GGMLQuantizationType = KINDS.F32, c
 def _add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, kind: GGMLQuantizationType, head_dim: int) -> None:
     values = tensor.float().numpy()
     if head_dim and name.endswith(("q_proj.weight", "k_proj.weight")):
-        # The converter's own lines: pairs that lie half a head apart become neighbours.
+        # These lines are the converter's own: pairs at a distance of half a head become neighbours.
         heads = values.shape[0] // head_dim
         values = values.reshape(heads, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
     if values.ndim == 1 or kind is KINDS.F32:
@@ -76,11 +76,11 @@ def _add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, kind: GGMLQuantiz
 
 
 K_BYTES = {KINDS.Q4_K: 144, KINDS.Q5_K: 176, KINDS.Q6_K: 210}
-"""Bytes per block of 256 values. The package reads these types and does not write them."""
+"""Bytes per block of 256 values. The package reads these types but does not write them."""
 
 
 def k_blocks(values: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
-    """Random codes with small scales, uint8 [rows, bytes]: what they stand for is for two readers to agree on."""
+    """Random codes with small scales, uint8 [rows, bytes]. Tests compare the values that two readers give."""
     rows, blocks = values.shape[0], values.shape[1] // 256
     generator = np.random.default_rng(values.shape[0])
     data = generator.integers(0, 256, (rows, blocks, K_BYTES[kind]), dtype=np.uint8)

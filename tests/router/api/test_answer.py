@@ -1,4 +1,4 @@
-"""Thoughts, text and calls told apart, however the answer is cut."""
+"""Thoughts, text and calls are told apart, however the answer is cut."""
 
 from __future__ import annotations
 

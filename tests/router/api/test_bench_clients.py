@@ -1,4 +1,4 @@
-"""Requests exactly as other projects' load generators send them; `docs/bench-serve.md` says which were run whole."""
+"""Requests exactly as other projects' load generators send them. `docs/bench-serve.md` says which were run whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = 6
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a client posts, and the headers it sets."""
+    """The body that a client posts, and the headers that it sets."""
 
     path: str
     body: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Requests that end otherwise than they should: too late, by a bug, or because the client left."""
+"""Requests that do not end as they should: too late, by a bug, or because the client left."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LEAP_DAY, NO_DAY = "2024-02-29", "2023-02-29"
 
 @cache
 def tokenizer() -> LLTokenizer:
-    """Of the model that ships along."""
+    """The tokenizer of the model in the repository."""
     return LLTokenizer(str(SHIPPED / "tokenizer.json"))
 
 
@@ -44,7 +44,7 @@ def told(grammar: str) -> Callable[[str], bool]:
 
 
 def lets_through(schema: Schema, lenient: bool = False) -> Callable[[Any], bool]:
-    """Says whether a JSON value matches a schema, as the grammar has it that clients get."""
+    """Says whether a JSON value matches a schema by the grammar that clients get."""
     matches = told(make_grammar("json", json.dumps(schema), lenient, Thinking.NEVER))
     return lambda value: matches(json.dumps(value))
 

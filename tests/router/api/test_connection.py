@@ -39,7 +39,7 @@ async def listening(
     proxies: tuple[Network, ...] = (),
     dual: bool = False,
 ) -> AsyncIterator[tuple[int, list[int]]]:
-    """The HTTP API on a port, of IPv6 too if `dual`; yields it with the statuses of connections that were refused."""
+    """The HTTP API on a port, of IPv6 too if `dual`. Yields the port and the statuses of refused connections."""
     census = census or Census(100, 100, ())
     refused: list[int] = []
     app = build_app(served or make_served(cluster, tokenizer), max_body_bytes=1 << 16)
@@ -59,7 +59,7 @@ async def listening(
 async def open_port(
     request: pytest.FixtureRequest, cluster: Cluster, tokenizer: Tokenizer, two_workers: TwoWorkers
 ) -> AsyncIterator[int]:
-    """Where the HTTP API listens: this process, or two others. In the end nothing is left on the nodes."""
+    """The port of the HTTP API, in this process or in two others. In the end nothing is left on the nodes."""
     if request.param == 1:
         async with listening(cluster, tokenizer) as (port, _):
             yield port
@@ -85,7 +85,7 @@ STREAMED = json.dumps({"prompt": "x", "max_tokens": 4, "stream": True}).encode()
 
 
 def ids(answer: bytes) -> dict[str, str]:
-    """The headers of an answer that carry its request's id, which they agree on."""
+    """The headers of an answer that carry the request's id. All have the same value."""
     lines = [line.split(": ", 1) for line in answer.partition(b"\r\n\r\n")[0].decode().split("\r\n")[1:]]
     found = {name: value for name, value in lines if name in ("x-request-id", "request-id")}
     assert len(set(found.values())) == 1
@@ -131,7 +131,7 @@ async def test_connections_are_counted_by_address_but_not_those_of_proxies(
         assert ids(answer)
         body = answer.partition(b"\r\n\r\n")[2]
         assert json.loads(body)["error"]["code"] == "too_many_connections"
-        # It has not said which API it speaks. Both can read this.
+        # The client has not said which API it speaks. Clients of both can read this error.
         assert ErrorResponse.model_validate_json(body).error.type == "rate_limit_error"
         first[1].write(REQUEST)
         assert (await first[0].readuntil(b"}}}")).startswith(b"HTTP/1.1 200")
@@ -148,7 +148,7 @@ async def test_connections_are_counted_by_address_but_not_those_of_proxies(
 async def test_only_a_proxy_may_say_whose_turn_it_is(
     cluster: Cluster, tokenizer: Tokenizer, trusted: bool, dual: bool
 ) -> None:
-    """Two clients of one proxy are two: what one has on its way is not counted as the other's."""
+    """Two clients of one proxy count as two: the bytes that one sends do not count against the other."""
     size = 60_000
     served = make_served(cluster, tokenizer, limits={**LIMITS, "max_buffered_bytes": 3 * size})
     proxies = (ip_network("127.0.0.0/8"),) if trusted else ()
@@ -184,7 +184,7 @@ async def test_a_half_closed_client_gets_its_answer(cluster: Cluster, port: int)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(REQUEST)
     writer.write_eof()
-    await reader.readuntil(b"HTTP/1.1 100 \r\n\r\n")  # the probe: it is taken for a client that may have left
+    await reader.readuntil(b"HTTP/1.1 100 \r\n\r\n")  # the probe: the server suspects that the client has left
     gate.set()
     answer = await finish(reader, writer)
     assert b"HTTP/1.1 200 OK" in answer
@@ -205,7 +205,7 @@ async def test_a_client_that_left_frees_the_nodes(cluster: Cluster, port: int, v
 
 
 async def test_a_stream_is_chunked_as_http_has_it(port: int) -> None:
-    """h11 reads what was written without it, and the connection goes on."""
+    """h11 can read a stream that the server writes without h11, and the connection goes on."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     texts = []
     for _ in range(2):
@@ -233,7 +233,7 @@ async def test_a_stream_is_chunked_as_http_has_it(port: int) -> None:
 async def test_a_request_leaves_the_garbage_collector_nothing(
     cluster: Cluster, tokenizer: Tokenizer, body: bytes, leaves: bool
 ) -> None:
-    """None of our objects, also if its client leaves. A transport of asyncio's own is part of a cycle."""
+    """No object of ours needs the collector, also if the client leaves. Transports of asyncio are part of a cycle."""
 
     async def ask() -> None:
         cluster.script.reached[Point.TOKEN].clear()

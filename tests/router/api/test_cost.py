@@ -1,4 +1,4 @@
-"""What a request and a token cost, counted: tasks that the router starts, and pieces that it sends.
+"""The cost of a request and of a token, as counts: tasks that the router starts, and pieces that it sends.
 
 `python -m bench.router cost` measures the time."""
 
@@ -32,7 +32,7 @@ LEGS = {"Reply._watch": 1, "Attempt._run_prefill": 1, "Attempt._run_decode": 1}
 
 @contextmanager
 def counting_tasks() -> Iterator[Counter[str]]:
-    """Tasks that the router's own code starts within the block, by what they run."""
+    """Counts tasks that the router's own code starts within the block, by the function that they run."""
     loop, started = asyncio.get_running_loop(), Counter[str]()
 
     def make(loop: asyncio.AbstractEventLoop, work: Any, context: Any = None) -> Any:
@@ -74,7 +74,7 @@ async def test_tasks_are_a_requests_and_pieces_are_its_tokens(api: Inside, token
         assert await sends(api, max_tokens=tokens) == 2
     assert started == LEGS
     with counting_tasks() as started:
-        # The head, the tokens, what ends the stream of events, and the end of the body.
+        # The head, the tokens, the end of the event stream, and the end of the body.
         assert await sends(api, max_tokens=tokens, stream=True) == 1 + tokens + 1 + 1
     assert started == {**LEGS, "StreamReply._produce": 1}
 

@@ -1,4 +1,4 @@
-"""What a checkpoint proposes is read, checked, and kept apart from what a client says."""
+"""A checkpoint's defaults are read, checked, and kept apart from the values that a client sets."""
 
 from __future__ import annotations
 

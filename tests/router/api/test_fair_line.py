@@ -1,4 +1,4 @@
-"""Places are shared by client, large jobs leave one to small ones, and nothing is left when everybody has gone."""
+"""Clients share places, large jobs leave a place to small ones, and nothing is left when all jobs have gone."""
 
 from __future__ import annotations
 

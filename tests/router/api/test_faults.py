@@ -1,4 +1,4 @@
-"""Errors name a field in the client's words, wherever it stands: no kind of a union, and with what was meant."""
+"""Errors name a field as the client wrote it, without the kinds of a union, and suggest the field that was meant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUESTION = {"role": "user", "content": "hi"}
 
 
 def wrong_values(annotation: Any) -> Iterator[object]:
-    """JSON for a field with that annotation, odd or wrong there or at a place inside."""
+    """Values for a field with that annotation, which are odd or wrong themselves or at a place inside."""
     yield from WRONG
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         fields = {field.alias or name: field.annotation for name, field in annotation.model_fields.items()}
@@ -42,7 +42,7 @@ def holds(value: object, step: str | int) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_no_place_of_an_error_names_a_kind(kind: type[BaseModel]) -> None:
-    """Every step leads through what the client sent, but for the last one to what is missing."""
+    """Every step of the place exists in the body. Only the last step may lead to a missing field."""
     refused = 0
     for body in wrong_values(kind):
         try:

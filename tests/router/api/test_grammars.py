@@ -1,4 +1,4 @@
-"""Forms become grammars in a child process, which hostile ones may take down: the router names them and goes on."""
+"""Forms become grammars in a child process. A hostile form may kill it: the router names that form and goes on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def form(kind: FormKind, text: str, lenient: bool = False) -> Form:
 
 @pytest.fixture
 async def grammars() -> AsyncIterator[Grammars]:
-    """Of the model that ships along."""
+    """Grammars of the model in the repository."""
     made = Grammars(SHIPPED, COMPILE_S)
     yield made
     await made.close()
@@ -63,8 +63,8 @@ async def test_a_grammar_that_takes_too_long_ends_its_child_only() -> None:
     hasty = Grammars(SHIPPED, 0.2)
     try:
         child = await hasty._started()
-        child.send_signal(signal.SIGSTOP)  # no processor is so fast that this child answers in time
-        # A thread of the child runs on until the one that got the signal has seen it.
+        child.send_signal(signal.SIGSTOP)  # a stopped child cannot answer in time
+        # Other threads of the child run on until the thread that got the signal has handled it.
         await asyncio.wait_for(asyncio.to_thread(os.waitid, os.P_PID, child.pid, os.WSTOPPED), COMPILE_S)
         with pytest.raises(RequestError, match=r"more than 0\.2 s"):
             await hasty.grammar(form(FormKind.REGEX, "[a-z]"))

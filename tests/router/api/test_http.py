@@ -1,4 +1,4 @@
-"""The HTTP API over a scripted cluster: what is served, what is refused, and how."""
+"""The HTTP API over a scripted cluster: requests that are served, and requests that are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def usage(prompt: int, completion: int) -> dict[str, Any]:
-    """OpenAI's account of an answer none of which was cached."""
+    """OpenAI's usage of an answer without cached tokens."""
     counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     return {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
 

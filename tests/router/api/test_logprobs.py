@@ -1,4 +1,4 @@
-"""Log-probabilities of completions: tokens by name, also those that are parts of characters, and where they begin."""
+"""Log-probabilities of completions: names of tokens, also of parts of characters, and the offsets of tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = "a🦊é b"
 
 
 def broken(tokenizer: Tokenizer) -> list[int]:
-    """Ids of tokens that are no whole characters."""
+    """Ids of tokens that are not whole characters."""
     return [i for i in range(tokenizer.vocab_size) if "\ufffd" in tokenizer.token_text(i)]
 
 
@@ -105,7 +105,8 @@ async def test_a_long_echo_says_what_a_short_one_says(
 async def test_others_run_while_a_long_answer_is_written(
     api: Inside, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool, tokens: int
 ) -> None:
-    """A few rows at a time, of many choices too, and of what the last events of a stream repeat."""
+    """Rows are written a few at a time, also with many choices, and also in the last events of a stream, which repeat
+    the answer."""
     encode, slices, sizes = to_json, Counter[int](), [0]
     nth = 0
 
@@ -143,7 +144,7 @@ async def test_others_run_while_a_long_answer_is_written(
     assert sum(slices.values()) > 0.8 * len(response.content)
     if stream and path != "/v1/responses":  # each event tells of one token
         return
-    parts = 4 if stream else 1  # of this stream: the answer thrice over, and token by token
+    parts = 4 if stream else 1  # this stream has the answer three times, and once token by token
     few = 2 * PIECE * len(response.content) / parts / (n * tokens)
     if n * tokens > SMALL:
         assert max(slices.values()) < few
@@ -165,14 +166,14 @@ async def test_json_that_is_written_in_slices_is_the_json(value: dict[str, Any])
 
 
 def listed(value: Any) -> Any:
-    """With lists in place of rows."""
+    """`value` with lists in place of rows."""
     if isinstance(value, dict):
         return {key: listed(item) for key, item in value.items()}
     return [listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def read_twice(value: Any) -> Any:
-    """With `TokenRows` in place of tuples, made anew since they can be read once."""
+    """`value` with `TokenRows` in place of tuples. They are new, since each can be read only once."""
     if isinstance(value, dict):
         return {key: read_twice(item) for key, item in value.items()}
     if isinstance(value, list):

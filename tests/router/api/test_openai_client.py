@@ -1,4 +1,4 @@
-"""The official client of a router that is one process, and of one that is two."""
+"""The official client, with a router of one process and with a router of two."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ VENDORED = {
     "uplot-1.6.32.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uplot-1.6.32.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
 }
-"""Of the npm package uplot 1.6.32: dist/uPlot.iife.min.js and dist/uPlot.min.css."""
+"""Files of the npm package uplot 1.6.32: dist/uPlot.iife.min.js and dist/uPlot.min.css."""
 
 
 async def requests(api: Api, after: int = 0) -> dict[str, Any]:
@@ -73,7 +73,7 @@ async def test_a_finished_request_is_told_without_its_text(api: Api) -> None:
     answer = (await api.http.post(COMPLETIONS, json=body)).json()
     async with asyncio.timeout(PATIENCE_S):
         while not (told := await requests(api, before))["ended"]:
-            pass  # another process may be asked than the one that answered
+            pass  # the process that is asked may not be the one that answered
     [one] = told["ended"]
     assert told["live"] == []
     assert one["id"].startswith(answer["id"])

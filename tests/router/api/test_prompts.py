@@ -1,4 +1,4 @@
-"""Large bodies are parsed beside the event loop, in turn, and given up when their client leaves or their time is up."""
+"""Large bodies are parsed off the event loop, in turn. A job ends when its client leaves or its time is up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.router.scripted import Cluster
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MOST_NICENESS = 19
-"""Of Linux."""
+"""The largest niceness on Linux."""
 
 
 class Leaving:
@@ -50,7 +50,7 @@ def large(**fields: Any) -> bytes:
 
 @pytest.fixture
 async def prompts(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[PromptParser]:
-    """Of a model over a scripted cluster."""
+    """The parser of a model over a scripted cluster."""
     prompts = make_served(cluster, tokenizer).prompts
     yield prompts
     await prompts.parsers.close()
@@ -100,7 +100,7 @@ REFUSED: list[tuple[type[CompletionRequest | ChatRequest], dict[str, Any], str]]
 
 @pytest.mark.usefixtures("refused_here")
 async def test_refusals_of_large_bodies_name_the_field(prompts: PromptParser) -> None:
-    """By children of one process."""
+    """Children of one process parse them."""
     for kind, fields, param in REFUSED:
         with pytest.raises(RequestError) as refused:
             await prompts.parse(kind, large(**fields), Caller(Leaving()), "a")
@@ -128,7 +128,7 @@ def slow_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def stuck(cluster: Cluster, slow_checkpoint: Path) -> AsyncIterator[PromptParser]:
-    """Every conversation takes for ever, every completion does not."""
+    """A parser in which every conversation takes for ever, but completions do not."""
     prompts = make_served(cluster, Tokenizer(slow_checkpoint), deadlines={"tokenize_s": 600}).prompts
     yield prompts
     await prompts.parsers.close()
@@ -202,7 +202,7 @@ async def test_a_process_that_dies_is_an_error_and_the_next_job_has_a_new_one(st
     with pytest.raises(Unavailable):
         await parsing
     os.kill(first, 9)
-    while True:  # until its end is noticed, jobs fail
+    while True:  # jobs fail until the end of the process is noticed
         try:
             parsed = await stuck.parse(CompletionRequest, large(prompt="x"), Caller(Leaving()), "a")
             break

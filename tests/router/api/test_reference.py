@@ -1,4 +1,4 @@
-"""docs/api.md has the tables that the routes and models make; answers are what `/openapi.json` says."""
+"""docs/api.md has the tables that the routes and models make, and answers match `/openapi.json`."""
 
 from __future__ import annotations
 

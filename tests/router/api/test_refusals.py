@@ -1,4 +1,4 @@
-"""What the HTTP API does not do: every bad field, body, route, key and size, refused by name."""
+"""The HTTP API refuses every bad field, body, route, key and size by name."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ async def test_only_json_is_taken(api: Api, given: str) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     response = await api.http.post(COMPLETIONS, content=body, headers=headers)
     assert response.status_code == MEDIA_TYPES[given]
-    if not given:  # what a page may send to any host without asking it
+    if not given:  # a page may send such a body to any host without asking
         response = await api.http.post(COMPLETIONS, content=body, headers={"origin": "https://elsewhere.example"})
         assert check_error(response, 415)["code"] == "unsupported_media_type"
 
@@ -241,7 +241,7 @@ SENT_BY_BROWSERS = (
     "anthropic-dangerous-direct-browser-access,anthropic-version,authorization,content-type,openai-organization,"
     "openai-project,traceparent,x-api-key,x-request-id,x-stainless-arch,x-stainless-retry-count"
 )
-"""Headers of the official clients' requests, which a browser asks for."""
+"""Headers of the official clients' requests, for which a browser asks permission."""
 
 
 def exposed(answer: httpx.Response) -> set[str]:
@@ -268,7 +268,7 @@ async def test_pages_of_other_hosts_are_let_in_only_if_they_are_named(api: Api, 
     refused = await api.http.post(COMPLETIONS, json={}, headers={"origin": "https://app.example"})
     check_error(refused, 401)
     assert refused.headers.get("access-control-allow-origin") == allowed
-    if allowed is not None:  # what official clients read of an answer
+    if allowed is not None:  # the headers that official clients read
         assert {"x-request-id", "request-id", "retry-after"} <= exposed(refused)
 
 

@@ -45,7 +45,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def bare(told: Any) -> Any:
-    """Without what differs from one answer to the next, and what the client adds."""
+    """`told` without the fields that differ between answers or that the client adds."""
     if isinstance(told, dict):
         names = ("id", "created_at", "completed_at", "call_id", "item_id", "parsed", "parsed_arguments")
         return {name: bare(value) for name, value in told.items() if name not in names}
@@ -159,7 +159,7 @@ async def test_a_stream_that_breaks_off_says_so(api: Api) -> None:
 
 
 def item(kind: str, **fields: Any) -> dict[str, Any]:
-    """An item of the input after a question."""
+    """A body whose input is a question and then an item."""
     return {"input": [USER, {"type": kind, **fields}]}
 
 

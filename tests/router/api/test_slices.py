@@ -1,4 +1,4 @@
-"""Work that grows with a request is done in slices between which the event loop runs others, and is the same work."""
+"""Work that grows with a request runs in slices. Between them the event loop runs other tasks; results are equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MANY = 3 * SETTLED_AT_ONCE
 
 
 async def sent(api: Inside, **body: Any) -> list[dict[str, Any]]:
-    """What the application sends in answer to a completion request."""
+    """The messages that the application sends in answer to a completion request."""
     data = json.dumps({"prompt": "x"} | body).encode()
     arriving, messages = [{"type": "http.request", "body": data, "more_body": False}], list[dict[str, Any]]()
 
@@ -72,7 +72,7 @@ async def test_the_text_of_an_echoed_prompt_of_ids_is_found_beside_the_event_loo
 
 
 async def settle_beside(api: Inside, monkeypatch: pytest.MonkeyPatch, *, cancelled: bool) -> list[int]:
-    """Answer a request of many sequences; how many of them were counted each time that another task ran."""
+    """Answer a request of many sequences. Returns how many were counted each time that another task ran."""
     counted, seen, over = 0, list[int](), asyncio.Event()
     count = Journal.ended
 

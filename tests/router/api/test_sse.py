@@ -1,4 +1,4 @@
-"""A stream of events is the same bytes whether each is written at once, has to wait, or waits behind others."""
+"""A stream has the same bytes whether an event is written at once, has to wait, or waits behind other events."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = INSIDE
 
 
 async def streamed(api: Inside, writable: list[bool], rounds: list[int], tokens: int) -> tuple[bytes, int]:
-    """The body of a stream, and how many pieces of it were written at once. `writable` says each time whether that can
-    be done, `rounds` for how many rounds of the event loop each `send` waits; both repeat."""
+    """The body of a stream, and how many pieces of it were written at once. `writable` says for each piece whether that
+    is possible. `rounds` says for how many rounds of the event loop each `send` waits. Both repeat."""
     data = json.dumps({"prompt": "x", "max_tokens": tokens, "seed": 1, "stream": True, "logprobs": 1}).encode()
     arriving = [{"type": "http.request", "body": data, "more_body": False}]
     body, calls, at_once, sends = bytearray(), 0, 0, 0
@@ -76,4 +76,4 @@ async def test_no_event_is_lost_doubled_or_out_of_order(
 async def test_tokens_in_the_middle_are_written_at_once(api: Inside) -> None:
     api.cluster.script.answer = lambda request: [97] * request.sampling.max_tokens
     _, at_once = await streamed(api, [True], [0], 9)
-    assert at_once == 7  # the first comes with the head, and the last may tell of all others
+    assert at_once == 7  # the first event comes with the head, and the last may repeat all others

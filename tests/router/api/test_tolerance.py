@@ -1,4 +1,4 @@
-"""What applications send beside the question: their history as they got it, hints, and values that ask for nothing."""
+"""Applications also send their history as they got it, hints, and values that ask for nothing. All are accepted."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "noon"}
 
 
 def blocks(*each: dict[str, Any]) -> dict[str, Any]:
-    """A body of /v1/messages with a block in each message; the first is an assistant's."""
+    """A body of /v1/messages with one block in each message. The first message is an assistant's."""
     roles = itertools.cycle(["assistant", "user"])
     return {"messages": [{"role": role, "content": [block]} for role, block in zip(roles, each, strict=False)], **SHORT}
 
 
 Place = tuple[str, dict[str, Any], list[str | int], str]
-"""A route, a body that it serves, the way to one of the body's objects, and how errors write that way."""
+"""A route, a body that it serves, the path to one of the body's objects, and that path as errors write it."""
 
 PLACES: dict[type[BaseModel], Place] = {
     CompletionRequest: (COMPLETIONS, {"prompt": "x", **SHORT}, [], ""),

@@ -1,4 +1,4 @@
-"""Tools and thoughts over the HTTP API: what the model is shown, and what the client gets, whole and streamed."""
+"""Tools and thoughts over the HTTP API: the prompt of the model and the client's answer, whole and streamed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_the_model_sees_tools_and_earlier_calls_in_its_own_format(
 async def test_a_call_that_was_cut_off_can_be_sent_back(
     checkpoint: Path, tmp_path: Path, cluster: Cluster, tokens: int
 ) -> None:
-    """Wherever it was; the model sees its arguments as far as they went."""
+    """The place of the cut does not matter. The model sees the arguments up to there."""
     async with speaking(checkpoint, tmp_path, cluster, CALL, NATIVE) as client:
         asked = {"model": "tiny", "tools": TOOLS}
         first = await client.chat.completions.create(messages=[USER], max_tokens=tokens, **asked)
@@ -114,7 +114,7 @@ async def test_a_call_that_was_cut_off_can_be_sent_back(
 async def test_arguments_that_are_no_json_can_be_sent_back(
     checkpoint: Path, tmp_path: Path, cluster: Cluster, arguments: str, template: str
 ) -> None:
-    """A model may write such, and sees them again as it wrote them."""
+    """A model may write such arguments, and sees them again as it wrote them."""
     call = f'<tool_call>\n{{"name": "clock", "arguments": {arguments}}}\n</tool_call>'
     async with speaking(checkpoint, tmp_path, cluster, call, template) as client:
         asked = {"model": "tiny", "tools": TOOLS, "max_tokens": 200}

@@ -33,7 +33,7 @@ BODY = {"prompt": "x", "max_tokens": 3}
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    """Takes spans."""
+    """A collector that receives spans."""
     with Collector() as collector:
         yield collector
 
@@ -49,7 +49,7 @@ class Traced:
 
 @pytest.fixture
 async def traced(collector: Collector, cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Traced]:
-    """See `Traced`."""
+    """A `Traced` over a scripted cluster."""
     spans = open_spans(TracesConfig(endpoint=collector.endpoint), "router", "r")
     served = make_served(cluster, tokenizer)
     transport = httpx.ASGITransport(build_app(served, spans=spans))
@@ -130,7 +130,7 @@ async def test_questions_about_the_server_are_no_traces(collector: Collector, tr
 
 @pytest.mark.parametrize("sampled", [True, False])
 async def test_the_page_links_to_what_can_be_seen(cluster: Cluster, tokenizer: Tokenizer, sampled: bool) -> None:
-    """Without spans of our own: the client's trace is known all the same, and goes along."""
+    """The router has no spans of its own here. It still knows the client's trace and passes it on."""
     served = make_served(cluster, tokenizer, trace_link="https://traces.example/{trace_id}?x")
     parent = TraceContext(PARENT.trace_id, PARENT.span_id, sampled)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(build_app(served)), base_url="http://router") as http:

@@ -1,4 +1,4 @@
-"""Suspensions and drains, whatever happens in whatever order: they never take away the last node that works."""
+"""Suspensions and drains in any order of events never take away the last node that works."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Breaker(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on this machine's event loop."""
+        """Run `work` on this state machine's event loop."""
         return self.loop.run_until_complete(work)
 
     @initialize()
@@ -44,13 +44,13 @@ class Breaker(RuleBasedStateMachine):
         self.incarnations = 1
 
     def working(self) -> list[str]:
-        """Nodes that a request may go to at all."""
+        """Nodes to which a request may go."""
         members = self.cluster.fleet.nodes.members(Role.PREFILL)
         return [m.node_id for m in members if not m.draining and not m.health.doubted]
 
     @rule(target=bookings)
     def book(self) -> Booking[PrefillNode]:
-        """A request is placed at once if any node works; else it waits until one reports."""
+        """A request is placed at once if any node works. Otherwise it waits until one reports."""
 
         async def place() -> Booking[PrefillNode]:
             booking = asyncio.create_task(self.cluster.fleet.prefill.book(self.cluster.demand(10)))
@@ -95,7 +95,7 @@ class Breaker(RuleBasedStateMachine):
 
     @invariant()
     def suspensions_end(self) -> None:
-        """None lasts longer than the longest pause."""
+        """No suspension lasts longer than the longest pause."""
         for member in self.cluster.fleet.nodes.members():
             assert member.health.suspended_until <= self.cluster.now + LONGEST_SUSPENSION_S
 

@@ -62,7 +62,7 @@ def test_a_silent_node_is_gone_a_lease_after_its_last_word_or_a_quarter_of_one_l
 
 
 def test_a_router_that_was_held_up_does_not_take_its_nodes_for_dead() -> None:
-    """It could hear nobody meanwhile; nodes that are really gone are noticed one lease later."""
+    """It could not hear its nodes meanwhile. Nodes that are really gone are noticed one lease later."""
 
     async def stopped_for_a_minute(loop: VirtualLoop) -> tuple[int, int]:
         cluster = Cluster(prefill=1, decode=1)
@@ -107,7 +107,7 @@ async def test_another_fingerprint_is_refused_with_the_field_until_the_fleet_is_
 
 @pytest.mark.parametrize("version", [0, CONTROL_VERSION + 1])
 async def test_a_node_of_another_version_is_refused_even_by_an_empty_fleet(version: int) -> None:
-    """0 is what a node says that knows no versions."""
+    """A node that knows no versions says 0."""
     nodes = Cluster(prefill=1, decode=1).fleet.nodes
     said = f"node p0 is of another version of hackkv: control_version {version}, the router's is {CONTROL_VERSION}"
     with pytest.raises(HandshakeRefused, match=said):
@@ -115,7 +115,7 @@ async def test_a_node_of_another_version_is_refused_even_by_an_empty_fleet(versi
 
 
 async def test_nodes_that_code_differently_on_the_wire_share_a_fleet() -> None:
-    """The sender chooses the wire form; how pages rest has to be equal."""
+    """The sender chooses the wire form. The form of pages at rest has to be equal."""
     nodes = Cluster(prefill=1, decode=1).fleet.nodes
     prefill = info(Role.PREFILL, "p0")
     await nodes.register(prefill)
@@ -280,7 +280,7 @@ async def test_a_failing_node_rests_and_is_then_tried_by_one_request(cluster: Cl
     failed.release()
     resting = failed.member
     cluster.now = 0.5
-    await cluster.join()  # it lives, but something of ours broke there
+    await cluster.join()  # the node lives, but one of our requests broke there
     assert resting not in [(await fleet.prefill.book(cluster.demand(50))).member for _ in range(3)]
     cluster.now = 1.5
     probe = await fleet.prefill.book(cluster.demand(1))
@@ -291,14 +291,14 @@ async def test_a_failing_node_rests_and_is_then_tried_by_one_request(cluster: Cl
 
 
 async def test_what_a_node_sent_before_it_failed_does_not_clear_it() -> None:
-    """It was killed; one request sees its stream break, then another one's last event is read."""
+    """The node was killed. One request sees its stream break, then the last event of another request is read."""
     cluster = await Cluster(prefill=1).join()
     broken, late = [await cluster.fleet.prefill.book(cluster.demand(1)) for _ in range(2)]
     broken.failed()
     late.worked()
     assert late.member.health.doubted
     cluster.now = late.member.health.suspended_until
-    await cluster.join()  # it lives after all
+    await cluster.join()  # the node lives after all
     probe = await cluster.fleet.prefill.book(cluster.demand(1))
     probe.worked()
     assert probe.member.health == Health()

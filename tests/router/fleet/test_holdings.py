@@ -1,4 +1,4 @@
-"""Prompts go where their beginning is held, unless the load there is worth more than that."""
+"""Prompts go to the node that holds their beginning, unless the load there costs more than that saves."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_marks_are_made_as_the_fleet_names_pages_and_only_if_nodes_keep_some() -
 async def test_a_prompt_goes_where_it_is_held_until_the_queue_there_costs_more(
     cluster: Cluster, queued: int, chosen: str
 ) -> None:
-    """16 of its 20 pages are held on p1, where `queued` pages are to be computed before it."""
+    """p1 holds 16 of the prompt's 20 pages, and has to compute `queued` pages before it."""
     await cluster.report("p0", marks=b"")
     await cluster.report("p1", marks=joined(MARKS[:16]))
     desk, before = cluster.fleet.prefill, queued * PAGE_TOKENS
@@ -128,7 +128,7 @@ async def test_decode_nodes_too_but_never_without_room() -> None:
 
 
 async def test_the_next_turn_finds_the_pair_of_the_last_before_any_report() -> None:
-    """Three nodes of each role, of which the idle ones would be used in turn."""
+    """There are three nodes of each role. Without marks, idle nodes would be used in turn."""
     cluster = await Cluster(prefill=3, decode=3).join()
     for node_id in (*cluster.prefill, *cluster.decode):
         await cluster.report(node_id, marks=b"")

@@ -1,4 +1,4 @@
-"""The line for room: who is served, who may be passed, and for how long."""
+"""The line for room: which request is served, which may be passed, and for how long."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TICKETS = st.lists(
 
 
 def serve(line: list[Ticket], free: int) -> int | None:
-    """Who is next on a pool that could hold anybody."""
+    """The next request in line, on a pool that could hold any request."""
     return next_in_line(line, lambda demand: demand.need.landing <= free, lambda demand: True, NOW, AGEING)
 
 
 def impatient(ticket: Ticket) -> bool:
-    """It has waited long enough, or was passed often enough."""
+    """Whether a request has waited so long, or was passed so often, that it may not be passed again."""
     return NOW - ticket.since >= AGEING.ageing_s or ticket.passed >= AGEING.max_passed
 
 
@@ -49,7 +49,7 @@ def test_the_first_that_fits_is_served_unless_someone_impatient_stands_before_it
 def test_everybody_is_served_and_nobody_is_passed_more_often_than_allowed(
     requests: list[tuple[int, int]], pages: int
 ) -> None:
-    """A pool of pages; each request holds its own for a few ticks. Time does not pass, so only passing counts."""
+    """Each request holds pages of a pool for a few ticks. The clock stands still, so only being passed counts."""
     free, tick = pages, 0
     line: list[Ticket] = []
     running: list[tuple[int, int]] = []

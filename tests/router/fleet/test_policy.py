@@ -1,4 +1,4 @@
-"""The choice of nodes, as properties."""
+"""Properties of the choice of nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of one router tell each other of their requests: loads, marks and leases are soon those of all."""
+"""Processes of one router tell each other of their requests. Loads, marks and leases soon agree in all processes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ ANY = Booking[DecodeNode] | Booking[PrefillNode]
 
 
 class Crew:
-    """Several processes' fleets of the same nodes. What one tells, `relay` brings to the others."""
+    """Several processes' fleets of the same nodes. `relay` brings the report of one to the others."""
 
     def __init__(self, clusters: list[Cluster]) -> None:
         self.clusters = clusters
 
     @classmethod
     async def of(cls, processes: int, decode: int = 2) -> Crew:
-        """All of them know all nodes."""
+        """A crew whose processes all know all nodes."""
         return cls([await Cluster(decode=decode).join() for _ in range(processes)])
 
     def relay(self, index: int) -> None:
-        """Bring one's news to the others."""
+        """Bring the report of one process to the others."""
         if (report := self.clusters[index].fleet.sharing.report()) is not None:
             for other, cluster in enumerate(self.clusters):
                 if other != index:
@@ -46,7 +46,7 @@ class Crew:
             self.relay(index)
 
     def loads(self, index: int) -> dict[str, Booked]:
-        """By node, as one process sees them."""
+        """The load of each node, as one process sees it."""
         return {member.node_id: member.load for member in self.clusters[index].fleet.nodes.members()}
 
 

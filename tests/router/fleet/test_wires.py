@@ -1,4 +1,4 @@
-"""The wire that two nodes share: named to the prefill node, or the reason why a node does not join."""
+"""The wire that two nodes share is named to the prefill node. A node that shares none is refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request's life over scripted nodes: the order of things, and every way it can go wrong."""
+"""One request's life over scripted nodes: the order of events, and every way in which it can fail."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ async def test_an_assignment_that_overtakes_its_job_is_repeated(
 
 
 async def test_the_prefill_node_hears_what_the_decode_node_holds(cluster: Cluster) -> None:
-    """With the job if there is room at once, else with the assignment. It is counted where KV is."""
+    """It hears of the held KV with the job if there is room at once, else with the assignment. Both
+    requests count the held tokens."""
     cluster.script.held = HeldKv(1)
     run = Run(cluster)
     await run.serve()
@@ -201,7 +202,7 @@ async def test_the_only_pair_is_tried_again() -> None:
     run = Run(cluster)
     serving = asyncio.create_task(run.serve())
     await until(lambda: cluster.fleet.waiting == 1)
-    await cluster.report("d0")  # it is alive: only the connection broke
+    await cluster.report("d0")  # the node is alive: only the connection broke
     await serving
     assert_served(run, cluster)
 
@@ -244,7 +245,7 @@ async def test_a_lost_lease_moves_requests_at_once(cluster: Cluster, steps: int)
     await cluster.fleet.nodes.register(info(Role.DECODE, "d1"))
     cluster.now = 4.0
     cluster.fleet.nodes.expire()
-    for _ in range(steps):  # with none, the last token and the bad news come together
+    for _ in range(steps):  # with no steps, the last token and the loss of the node come together
         await asyncio.sleep(0)
     gate.set()
     await serving

@@ -1,4 +1,4 @@
-"""Requests that are cancelled, or that stay in one state for too long: nothing is left, and their time is told."""
+"""Requests that are cancelled or stay in one state for too long leave nothing behind, and their time is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that die, drain, stall or are all away: the client's stream goes on, no token lost and none repeated."""
+"""Nodes die, drain, stall or are all away. The client's stream goes on: no token is lost, and none is repeated."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_draining_decode_nodes_are_left_without_blame(cluster: Cluster, po
     node = next(member for member in cluster.fleet.nodes.members(Role.DECODE) if member.node_id == "d0")
     assert node.draining
     assert node.health.suspended_until == 0
-    await cluster.report("d0")  # whatever it says now: this process is about to stop
+    await cluster.report("d0")  # this report does not count: the node's process is about to stop
     assert [(await cluster.fleet.decode.book(cluster.demand(16))).member.node_id for _ in range(3)] == ["d1"] * 3
     await cluster.report("d0", incarnation="2")
     assert (await cluster.fleet.decode.book(cluster.demand(16))).member.node_id == "d0"
@@ -166,7 +166,7 @@ async def test_a_decode_node_lost_while_the_prompt_is_computed_is_replaced_under
     run = Run(cluster)
     serving = asyncio.create_task(run.serve())
     await cluster.script.reached[Point.PREFILL].wait()
-    await cluster.report("d0", incarnation="2")  # it restarted: what was reserved there is gone
+    await cluster.report("d0", incarnation="2")  # the node restarted: the reservation there is gone
     await until(lambda: len(decode_jobs(cluster)) == 2)
     assert not run.tokens
     gate.set()
@@ -230,7 +230,7 @@ def test_a_decode_node_that_stalls_is_left_for_another(point: Point, field: str)
 
 
 def test_a_swapped_sequence_has_a_deadline_of_its_own() -> None:
-    """On a clock that jumps: no token is late, but for those that were held up."""
+    """On a clock that jumps: no token is late, except those that were held up."""
 
     async def serve() -> None:
         cluster = await Cluster().join()
@@ -275,7 +275,7 @@ async def test_who_was_let_in_is_not_turned_away_by_a_full_line() -> None:
     gate.set()
     await until(lambda: cluster.fleet.waiting == 2)
     await cluster.report("d0")
-    await serving  # older than the other, so it goes first
+    await serving  # this request is older than the other, so it goes first
     assert run.ids == count_up(run.flight.request)
     (await waiting).release()
 
@@ -285,7 +285,7 @@ async def test_time_of_a_lost_decode_node_stays_in_its_stage(cluster: Cluster) -
     run = Run(cluster)
     serving = asyncio.create_task(run.serve())
     await cluster.script.reached[Point.TOKEN].wait()
-    await asyncio.wait([serving], timeout=0.1)  # 0.1 s of decoding that nobody will account for
+    await asyncio.wait([serving], timeout=0.1)  # 0.1 s of decoding that no node will report
     await cluster.report("d0", incarnation="2")
     await until(lambda: len(decode_jobs(cluster)) == 2)
     gate.set()

@@ -1,4 +1,4 @@
-"""The table of states, the drawing of it, and a cluster that breaks in every way while the table is held against it."""
+"""The table of states, its drawing, and a cluster that breaks in every way while its moves are checked by the table."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_deadline_of_a_transfer_grows_with_what_is_transferred() -> None:
 
 
 PATHS: dict[RequestState, tuple[RequestState, ...]] = {RequestState.QUEUED: ()}
-"""Moves that lead to each state, by way of the table."""
+"""Moves of the table that lead to each state."""
 while len(PATHS) < len(RequestState):
     PATHS |= {to: (*path, to) for now, path in list(PATHS.items()) for to in TABLE[now].next if to not in PATHS}
 
@@ -96,7 +96,7 @@ async def test_the_decode_side_of_a_request_that_is_prefilling_moves_as_the_tabl
 
 
 class Watched(Lifecycle):
-    """A life that keeps what was tried and is not in the table."""
+    """A life that records moves that were tried and are not in the table."""
 
     def __init__(self, illegal: list[str]) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Requests(RuleBasedStateMachine):
 
     @initialize(keeps_kv=st.booleans(), pages=st.sampled_from([3, 8]))
     def begin(self, keeps_kv: bool, pages: int) -> None:
-        """Two prefill and two decode nodes, with little room."""
+        """Start two prefill and two decode nodes with little room."""
 
         async def create() -> Cluster:
             return await Cluster(pages=pages).join()
@@ -158,7 +158,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(max_tokens=st.integers(1, 8), steps=st.integers(0, 30))
     def request(self, max_tokens: int, steps: int) -> None:
-        """Somebody asks."""
+        """A request comes."""
 
         async def start() -> None:
             run = Run(self.cluster, max_tokens, max_failovers=1000)
@@ -171,7 +171,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 30))
     def turn(self, steps: int) -> None:
-        """Let things happen."""
+        """Let the event loop turn."""
 
         async def turn() -> None:
             for _ in range(steps):
@@ -181,7 +181,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(fault=st.sampled_from(FAULTS), twin=st.sampled_from("01"))
     def fail(self, fault: tuple[Point, type[HackkvError]], twin: str) -> None:
-        """The next request that gets there meets a fault."""
+        """The next request that reaches this point of the node meets a fault."""
         point, error = fault
         role = "p" if point in (Point.PREFILL, Point.HANDOFF) else "d"
         self.cluster.fail(f"{role}{twin}", point, error("planned"))
@@ -208,7 +208,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(babbles=st.booleans())
     def confusion(self, babbles: bool) -> None:
-        """Nodes begin or cease to send what nobody waits for."""
+        """Nodes begin or cease to send events for which no request waits."""
         self.cluster.script.babbles = babbles
 
     @rule(swaps=st.booleans())
@@ -228,7 +228,7 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def only_known_moves(self) -> None:
-        """The table holds."""
+        """Every move that was tried is in the table."""
         assert not self.illegal
 
     @invariant()

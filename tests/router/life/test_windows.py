@@ -1,4 +1,4 @@
-"""What nodes account for is credited to the window it was spent in, however late their words come."""
+"""Time that nodes report is credited to the window in which it was spent, however late the report comes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.hand import Hand
 
 
 def test_parts_stay_within_their_stages_when_token_0_comes_late() -> None:
-    """Six of the 8 seconds that nodes told of had passed when the router heard of token 0."""
+    """The nodes report 8 seconds. Six of them had passed when the router heard of token 0."""
     hand = Hand()
     clock = StageClock(hand)
     receipt = Receipt("t", 1, (), 0, 0, 0.0)

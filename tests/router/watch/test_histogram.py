@@ -1,4 +1,4 @@
-"""Many observations at once count as they do one after another."""
+"""Many observations at once count the same as one after another."""
 
 from __future__ import annotations
 

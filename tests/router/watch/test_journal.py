@@ -20,7 +20,7 @@ COMPLETIONS = "/v1/completions"
 
 
 async def samples(api: Inside, after: int = 0) -> list[dict[str, float]]:
-    """What `/api/cluster` says of the last minutes, as objects."""
+    """The samples of the last minutes from `/api/cluster`, as objects."""
     told = (await api.http.get("/api/cluster", params={"after": after})).json()["samples"]
     return [dict(zip(told["fields"], row, strict=True)) for row in told["rows"]]
 

@@ -1,4 +1,4 @@
-"""What `/metrics` says after a request."""
+"""The content of `/metrics` after a request."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_what_a_codec_costs_is_told_everywhere_even_if_it_is_no_number(api
         'hackkv_codec_perplexity_ratio{node="d1",role="decode"} +Inf',
     ):
         assert line in page
-    assert 'hackkv_codec_kl{node="p0"' not in page  # it measured nothing
+    assert 'hackkv_codec_kl{node="p0"' not in page  # that node measured nothing
     told = json.loads((await api.http.get("/version")).text)["nodes"]
     assert told["p0"]["codec_loss"] is None
     assert told["d0"]["codec_loss"] == {"kl": 0.0125, "top1": 0.97, "perplexity_ratio": 1.01, "tokens": 600}

@@ -1,4 +1,4 @@
-"""Which nodes are gone, as a worker tells it whose leader has heard otherwise."""
+"""A worker's list of nodes that are gone, when its leader has a different list."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = INSIDE
 
 
 class Leader(End):
-    """One that counts these nodes as gone."""
+    """A leader that counts these nodes as gone."""
 
     gone: tuple[str, ...] = ("d0", "earlier")
 

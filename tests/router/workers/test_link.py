@@ -19,7 +19,7 @@ PATIENCE_S = 240.0
 
 
 class End:
-    """One end: what it heard, and its link."""
+    """One end of a link, and the messages that it heard."""
 
     def __init__(self, link: WorkerLink) -> None:
         self.link, self.heard = link, list[tuple[str, Any, bytes]]()
@@ -77,7 +77,7 @@ async def test_questions_fail_when_nobody_answers() -> None:
         await one.running
         with pytest.raises(Unavailable, match="has ended"):
             await one.link.ask("live", None, PATIENCE_S)
-        one.link.tell("report")  # to nobody
+        one.link.tell("report")  # the other end is gone
 
 
 async def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Several processes behind one port, seen from outside: one router, of which a part may die."""
+"""Several processes behind one port, seen from outside: they are one router, and parts of it may die."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def workers_of(process: Process) -> list[psutil.Process]:
 
 
 def serves(worker: psutil.Process, client: socket.socket) -> bool:
-    """Whether a connection is that worker's."""
+    """Whether a connection belongs to that worker."""
     port = client.getsockname()[1]
     return any(one.raddr and one.raddr.port == port for one in worker.net_connections("tcp"))
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """A stream's events but for `[DONE]`, as they come."""
+    """A stream's events as they come, without `[DONE]`."""
     async for line in answer.aiter_lines():
         if line.startswith("data: {"):
             yield json.loads(line[6:])
@@ -47,7 +47,7 @@ async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 @asynccontextmanager
 async def clients_of(url: str, workers: list[psutil.Process]) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """A client of each worker, whose one connection is open. The system chooses workers by clients' ports."""
+    """A client of each worker, with one open connection. The system chooses workers by clients' ports."""
     limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
     async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
         clients: dict[psutil.Process, httpx.AsyncClient] = {}
@@ -66,14 +66,14 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
 
 
 async def until_metric(client: httpx.AsyncClient, name: str, wanted: float) -> None:
-    """Poll: what a worker knows of others comes some milliseconds late."""
+    """Poll until a metric has the wanted value. A worker hears of the others some milliseconds late."""
     async with asyncio.timeout(PATIENCE_S):
         while await metric(client, name) != wanted:  # noqa: ASYNC110  (the news comes over sockets)
             await asyncio.sleep(0.01)
 
 
 async def until_served(client: httpx.AsyncClient, path: str, wanted: int) -> list[dict[str, Any]]:
-    """Poll `/api/requests` until so many are told."""
+    """Poll `/api/requests` until it lists `wanted` requests."""
     async with asyncio.timeout(PATIENCE_S):
         while len(told := (await client.get("/api/requests")).json()[path]) != wanted:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -151,7 +151,7 @@ async def test_a_worker_that_dies_takes_only_its_own_requests_with_it(checkpoint
     "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["terminated", "Ctrl-C"]
 )
 async def test_a_signal_to_all_ends_all_and_tells_who_is_being_served(checkpoint: Path, signum: signal.Signals) -> None:
-    """As a terminal or a service manager sends it: to every process of the group."""
+    """A terminal or a service manager sends the signal to every process of the group."""
     async with (
         router(checkpoint, "lease_ttl_s=3600", "workers=2", "shutdown_grace_s=0.1") as (process, address),
         nodes(address["control"]) as (_, decode),

@@ -1,4 +1,4 @@
-"""Calls of tools in each style, read in one piece and in every other way to cut them."""
+"""Calls of tools in each style, read in one piece and cut into pieces at any places."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_what_is_no_call_is_text(
 
 @pytest.mark.parametrize(("parser", "write"), WRITTEN, ids=lambda value: value.__name__)
 def test_a_call_that_is_cut_off_leaves_none_of_its_marks_in_the_text(parser: type[ToolParser], write: Any) -> None:
-    """Wherever it is cut, once the client knows of it."""
+    """This holds for every cut after the client knows of the call."""
     whole, known = write([("f", {"a": "x"})]), 0
     for end in range(len(whole)):
         text, found = read(parser(NAMES), [whole[:end]])

@@ -1,4 +1,4 @@
-"""Forced calls: whatever a grammar of any style lets through is read back as calls whose arguments validate."""
+"""Forced calls: any text that a style's grammar lets through is read back as calls whose arguments validate."""
 
 from __future__ import annotations
 
