@@ -7,13 +7,13 @@ and P, and the open-page rule; `hack-paper` is Π 64, stochastic, asymmetric wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from hackkv.codecs import BENEATH, CALIBRATED, CODECS, PROJECTED
-from hackkv.codecs.artifact import KVQUANT, UNCALIBRATED, ZACK, read_artifact
+from hackkv.codecs.artifact import KVQUANT, ROTATED, UNCALIBRATED, ZACK, read_artifact
 from hackkv.codecs.rotated import LayerBits, written_bits
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
@@ -111,8 +111,7 @@ VARIANTS: Final = (
 
 
 def calibrated(file: Path) -> tuple[Variant, ...]:
-    """The rows of presets with a file that `hackkv calibrate` wrote for them. If the file has bits by layer, only the
-    presets of those bits get a row; if it has projections, the rows are those of `SHARES`.
+    """The rows of presets with a file that `hackkv calibrate` wrote for them.
 
     Raises `ConfigError` for a file that cannot be read.
     """
@@ -121,19 +120,14 @@ def calibrated(file: Path) -> tuple[Variant, ...]:
         mixed = written_bits(artifact)
     except ValueError as error:
         raise ConfigError(f"--calibration: {error}") from error
-    if artifact.family == ZACK:
-        return tuple(_projected(of, share, file) for of, share in SHARES)
-    if artifact.family == KVQUANT:
-        return tuple(
-            Variant(
-                f"{row.name}-calibrated",
-                CodecConfig(name=row.codec.name, settings={**row.codec.settings, "calibration": str(file)}),
-                KVQUANT,
-                f"{row.says}; calibrated",
-            )
-            for row in VARIANTS
-            if row.family == KVQUANT
-        )
+    rows_of = _ROWS_OF.get(artifact.family)
+    if rows_of is None:
+        raise ConfigError(f"--calibration: {file} is for codecs of the unknown family {artifact.family!r}")
+    return rows_of(file, mixed)
+
+
+def _rotated(file: Path, mixed: Sequence[LayerBits]) -> tuple[Variant, ...]:
+    """If the file has bits by layer, only the presets of those bits get a row."""
     if mixed:
         return tuple(row for each in mixed for row in _mixed(each, file))
     return tuple(
@@ -152,6 +146,20 @@ def _mixed(mixed: LayerBits, file: Path) -> tuple[Variant, ...]:
     )
 
 
+def _kvquant(file: Path, _: Sequence[LayerBits]) -> tuple[Variant, ...]:
+    return tuple(
+        _row(
+            f"{row.name}-calibrated",
+            row.codec.name,
+            KVQUANT,
+            f"{row.says}; calibrated",
+            **{**row.codec.settings, "calibration": str(file)},
+        )
+        for row in VARIANTS
+        if row.family == KVQUANT
+    )
+
+
 SHARES: Final = (
     *(("fp16", share) for share in ("90%", "75%", "62.5%", "50%")),
     *(("rot-k4v4", share) for share in ("21%", "17.5%", "14.5%")),
@@ -159,10 +167,27 @@ SHARES: Final = (
 """(codec of the pages that are projected, share of FP16's bytes to stay within)"""
 
 
-def _projected(of: str, share: str, file: Path) -> Variant:
-    says = f"projected, in pages of {of}, at most {share} of FP16"
-    name = f"{ZACK}-{of}-{share.removesuffix('%')}"
-    return _row(name, ZACK, _PROJECTED, says, calibration=str(file), share=share, **{BENEATH: of})
+def _projected(file: Path, _: Sequence[LayerBits]) -> tuple[Variant, ...]:
+    return tuple(
+        _row(
+            f"{ZACK}-{of}-{share.removesuffix('%')}",
+            ZACK,
+            _PROJECTED,
+            f"projected, in pages of {of}, at most {share} of FP16",
+            calibration=str(file),
+            share=share,
+            **{BENEATH: of},
+        )
+        for of, share in SHARES
+    )
+
+
+_ROWS_OF: Final[Mapping[str, Callable[[Path, Sequence[LayerBits]], tuple[Variant, ...]]]] = {
+    ROTATED: _rotated,
+    KVQUANT: _kvquant,
+    ZACK: _projected,
+}
+"""Family of a calibration file -> (the file, its bits by layer) -> the rows that it adds."""
 
 
 def choose(names: Sequence[str], calibration: Path | None = None, *, ablations: bool = True) -> tuple[Variant, ...]:
