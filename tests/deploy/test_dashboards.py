@@ -117,6 +117,7 @@ def test_every_panel_has_data(monitored: Prometheus) -> None:
         until(lambda expr=expr: monitored.has_data(expr), SETTLE_S, f"{name}: {expr} has data")  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_every_rule_records(monitored: Prometheus) -> None:
     rules = [rule for group in monitored.ask("rules")["groups"] for rule in group["rules"]]
     assert len(rules) > len(BOARDS)

@@ -26,8 +26,9 @@ from tests.router.processes import PATIENCE_S, ROUTERS, series
 from tests.wires import WIRES_HERE
 
 PI = 32
-PROMPTS_PER_CASE = 68
-"""Times three chunk sizes: over 200 prompts for each wire and codec, each at concurrency 1 and at 8."""
+PROMPTS_PER_CASE = 34
+"""Times three chunk sizes and two numbers of router processes: over 200 prompts for each wire and codec, each at
+concurrency 1 and at 8."""
 MAX_TOKENS = 6
 CHUNK_PAGES = (1, 2, 8)
 CODECS = (DEFAULT_CODEC, "hack", "fp16")
@@ -107,7 +108,9 @@ async def test_greedy_tokens_equal_a_single_process_in_fp32(
 
 
 @ROUTERS
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "codec", [DEFAULT_CODEC, *(pytest.param(codec, marks=pytest.mark.slow) for codec in CODECS[1:])]
+)
 async def test_first_divergences_are_ties_in_bf16(folder: Path, codec: str, workers: int) -> None:
     cases = prompts(seed=99)
     async with in_process_cluster(folder, worker(folder, codec, "bfloat16"), "grpc", 2, workers=workers) as client:

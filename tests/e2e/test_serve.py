@@ -180,6 +180,7 @@ def refusals(checkpoint: Path, start: Start, tmp_path_factory: pytest.TempPathFa
     return started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", BROKEN)
 def test_a_bad_checkpoint_is_one_clear_line_before_any_port_opens(
     refusals: dict[str, Refused], spoil: Callable[[Path], str]

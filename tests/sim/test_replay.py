@@ -19,14 +19,14 @@ from router.fleet.policy import DecodeLoad, Need, PrefillLoad, pick_decode, pick
 from sim.placing import Shelf
 from sim.replay import SchedulerCall, Tape, read_tape, record_decode, record_prefill, replay_decode, replay_prefill
 from tests.e2e.in_process import in_process_cluster
+from tests.kinds import in_a_cluster
 from tests.pair import DECODING, PI, greedy, paired, prompt, tiny_worker
 from tests.sim.clusters import weightless
 
 WEIGHTLESS = "nodes without weights"
 
 
-@pytest.mark.grid(kinds=True)
-@pytest.mark.parametrize("codec", [*sorted(CODECS), WEIGHTLESS])
+@pytest.mark.parametrize("codec", [*in_a_cluster(sorted(set(CODECS) - {"mpcache"})), "mpcache", WEIGHTLESS])
 async def test_batches_chunks_and_swaps(codec: str, tmp_path: Path) -> None:
     """Sequences want more pages than there are on real nodes. Then the simulator's books get the same calls."""
     pages, requests = 9, [greedy(f"r{i}", prompt(i, PI + 8 + 7 * i), 2 * PI - 10) for i in range(7)]
