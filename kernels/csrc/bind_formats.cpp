@@ -54,7 +54,8 @@ FloatFormat make_float_format(int head_dim, int page_tokens, int exponent_bits, 
                               int scaling, int block) {
   check_read_shape(head_dim, page_tokens);
   const SmallFloat element{exponent_bits, mantissa_bits, largest};
-  if (exponent_bits < 0 || mantissa_bits < 0 || mantissa_bits > 15 || !FloatShapes::has(element.shape()))
+  const auto digit = [](int bits) { return bits >= 0 && bits < 16; };
+  if (!digit(exponent_bits) || !digit(mantissa_bits) || !FloatShapes::has(element.shape()))
     refuse("elements have bits of exponent and mantissa that no kernel takes");
   if (scaling < 0 || scaling > int(Scaling::kTwofold)) refuse("scaling is unknown");
   if (scaling != int(Scaling::kPage) && block != 16 && block != 32) refuse("blocks have 16 or 32 channels");
