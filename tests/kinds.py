@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from functools import cache
 
 import pytest
-from _pytest.mark import ParameterSet
 from hack_kernels import load
 
 from hackkv.codecs import CODECS, make_codec
@@ -14,14 +13,11 @@ from hackkv.config import CodecConfig
 from hackkv.defaults import DEFAULT_CODEC
 from hackkv.types import KvShape
 
-PI = 32
-
-
 IN_A_CLUSTER = ("fp16", "hack-zstd", DEFAULT_CODEC)
 """Codecs whose whole clusters are quick tests: exact pages, a wire form of variable size, and the default."""
 
 
-def in_a_cluster(codecs: Iterable[str]) -> list[str | ParameterSet]:
+def in_a_cluster(codecs: Iterable[str]) -> list[str | pytest.ParameterSet]:
     """Parameters of a test that serves conversations from a cluster with each of `codecs`."""
     return [codec if codec in IN_A_CLUSTER else pytest.param(codec, marks=pytest.mark.slow) for codec in codecs]
 
@@ -37,7 +33,7 @@ def _kind_of(codec: str) -> str:
     kind."""
     if codec == DEFAULT_CODEC:
         return codec
-    made = make_codec(CodecConfig(name=codec, settings={"page_tokens": PI}), KvShape(2, 2, 64), load("reference"))
+    made = make_codec(CodecConfig(name=codec, settings={"page_tokens": 32}), KvShape(2, 2, 64), load("reference"))
     eviction = made.eviction
     traits = (
         CODECS[codec].make.__qualname__,

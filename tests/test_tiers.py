@@ -11,6 +11,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hackkv.defaults import DEFAULT_CODEC
+from tests.kinds import kind_of
 from tests.tiers import Value, cover, values
 
 
@@ -57,3 +59,23 @@ def test_fields_and_places_are_parameters_of_their_own() -> None:
 
 def test_a_test_without_parameters_stays() -> None:
     assert cover([{}]) == {0}
+
+
+def test_values_of_a_kind_count_as_one() -> None:
+    cases = [{"a": a, "b": b} for a, b in itertools.product(range(6), "xy")]
+
+    def parity(value: object) -> object:
+        return value % 2 if isinstance(value, int) else value
+
+    chosen = [cases[index] for index in cover(cases, kind_of=parity)]
+    assert len(chosen) == 4
+    assert {(parity(case["a"]), case["b"]) for case in chosen} == set(itertools.product((0, 1), "xy"))
+
+
+def test_codecs_of_a_kind_differ_in_nothing_but_bits() -> None:
+    assert kind_of("kivi-4") == kind_of("kivi-2") != kind_of("fp16")
+    assert kind_of("rot-k4v4") != kind_of("rot-k4v4-window"), "a window"
+    assert kind_of("hack") != kind_of("hack-paper"), "an own page that rests as codes"
+    assert kind_of("snapkv") != kind_of("mpcache"), "a selection of pages"
+    assert kind_of(DEFAULT_CODEC) == DEFAULT_CODEC
+    assert kind_of("grpc") == "grpc"
