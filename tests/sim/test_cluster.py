@@ -20,6 +20,7 @@ from sim.shards import simulate as simulate_shards
 from sim.spec import Codec, Load, ReplicaPool, Spec
 from sim.summary import summarize
 from sim.workload import synthetic
+from tests.kinds import in_a_cluster
 from tests.sim.clusters import run, small, stages, tight
 
 
@@ -48,8 +49,7 @@ def check_books(outcome: SimulationOutcome) -> None:
         assert outcome.network.bytes == pytest.approx(rows["wire_bytes"].sum())
 
 
-@pytest.mark.grid(kinds=True)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", in_a_cluster(CODECS))
 def test_every_codec_is_served_and_everything_is_given_back(codec: str) -> None:
     outcome = simulate(small(codec=Codec(name=codec)))
     assert outcome.rows.ok.all()
