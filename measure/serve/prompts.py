@@ -46,7 +46,7 @@ class PromptMaker:
         text = "\n\n".join(json.loads(line)["text"] for line in lines if line)
         self._ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         if not self._ids:
-            raise ConfigError(f"--tokenizer: it makes no token of {corpus.name}")
+            raise ConfigError(f"--tokenizer: the tokenizer makes no token of {corpus.name}")
 
     def count(self, text: str) -> int:
         """Tokens of `text`, including those that the tokenizer puts around it."""

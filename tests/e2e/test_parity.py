@@ -26,9 +26,8 @@ from tests.router.processes import PATIENCE_S, ROUTERS, series
 from tests.wires import WIRES_HERE
 
 PI = 32
-PROMPTS_PER_CASE = 34
-"""Times three chunk sizes and two numbers of router processes: over 200 prompts for each wire and codec, each at
-concurrency 1 and at 8."""
+PROMPTS_PER_CASE = 68
+"""Times three chunk sizes: over 200 prompts for each wire and codec, each at concurrency 1 and at 8."""
 MAX_TOKENS = 6
 CHUNK_PAGES = (1, 2, 8)
 CODECS = (DEFAULT_CODEC, "hack", "fp16")

@@ -201,8 +201,10 @@ def test_a_pass_takes_less_than_is_put_aside_for_it(codec: str, dtype: torch.dty
 
 @pytest.mark.parametrize("fmt", [HackFormat(64, PI), FloatFormat(64, page_tokens=PI), RowFormat(64, PI)], ids=str)
 def test_prompts_hold_less_than_is_put_aside_for_them(fmt: PageFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight sequences of three pages add a row each, two sequences at a time. Everything is allocated; only kernels do
-    not run. The bound is not more than a few times the real size."""
+    """Eight sequences of three pages add a row each, and the pages of two sequences are held at a time.
+
+    No kernel runs; tensors are allocated as on a GPU. The bound is at most four times what they take.
+    """
     triton = pytest.importorskip("hack_kernels.triton.backend")
     monkeypatch.setattr(importlib.import_module("hack_kernels.triton.launch").Launch, "run", lambda launch: None)
     batch, pages = 8, 3
