@@ -81,9 +81,11 @@ def interrupted(model: str, environment: dict[str, str], after_s: float) -> floa
     """Seconds from Ctrl-C, `after_s` seconds after the start, to the end of the last process."""
     with _serve(model, environment) as process:
         try:
-            raise RuntimeError(f"hackkv serve {model} ended before Ctrl-C, with exit code {process.wait(after_s)}")
+            code = process.wait(after_s)
         except subprocess.TimeoutExpired:
             family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        else:
+            raise RuntimeError(f"hackkv serve {model} ended before Ctrl-C, with exit code {code}")
         began = perf_counter()
         process.send_signal(signal.SIGINT)
         code = process.wait(TIMEOUT_S)
