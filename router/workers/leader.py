@@ -132,7 +132,6 @@ class Leader:
             await worker.link.ask("ready", None, START_S)
         except Unavailable as error:
             code = await worker.kill()
-            worker.link.close()
             raise worker.failure or NodeLost(f"worker {name} of the router ended with code {code}: {error}") from error
         return worker
 

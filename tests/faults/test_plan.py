@@ -102,6 +102,12 @@ def test_corruption_flips_one_bit(payload: bytes, seed: int) -> None:
     assert rotten.planes == frame(payload).planes
 
 
+async def test_corruption_leaves_an_empty_payload() -> None:
+    injector = Injector(FaultPlan(rules=(FaultRule(at=Point.FRAME, do=Action.CORRUPT),)), "p", Noted())
+    (same,) = await injector.reach_frame(frame(b""))
+    assert bytes(same.payload) == b""
+
+
 @pytest.mark.parametrize(("action", "count"), [(Action.DROP, 0), (Action.DUPLICATE, 2)])
 async def test_frames_are_lost_and_doubled(action: Action, count: int) -> None:
     injector = Injector(FaultPlan(rules=(FaultRule(at=Point.FRAME, do=action, times=1),)), "p", Noted())

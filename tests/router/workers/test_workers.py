@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 from asyncio.subprocess import Process
@@ -171,6 +172,27 @@ async def test_a_signal_to_all_ends_all_and_tells_who_is_being_served(checkpoint
             assert told[-1]["error"]["message"] == "the router stopped before the request was complete"
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
         assert not any(one.is_running() for one in workers)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_cannot_start_again_is_tried_until_it_can(checkpoint: Path, tmp_path: Path) -> None:
+    """Its checkpoint is gone for two starts. The leader keeps nothing of a start that failed."""
+    model, aside = shutil.copytree(checkpoint, tmp_path / "model"), tmp_path / "aside"
+    async with router(model, "workers=2") as (process, address):
+        leader, before = psutil.Process(process.pid), workers_of(process)
+        links = len(leader.net_connections("unix"))
+        model.rename(aside)
+        before[0].kill()
+        async with asyncio.timeout(PATIENCE_S):
+            tried = set[int]()
+            while len(tried) < 2 or len(leader.net_connections("unix")) >= links:
+                tried |= {one.pid for one in workers_of(process)} - {one.pid for one in before}
+                await asyncio.sleep(0.05)
+            aside.rename(model)
+            async with httpx.AsyncClient(base_url=address["http"], timeout=PATIENCE_S) as client:
+                while len(leader.net_connections("unix")) < links or len(workers_of(process)) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                assert (await client.get("/live")).status_code == 200
 
 
 @pytest.mark.slow
