@@ -34,7 +34,8 @@ struct CodeUnit {
   static auto vector(const void* at) { return S::load_int(at); }
   static auto word(const std::uint32_t* at) { return S::broadcast_quad(at); }
   static Sum add(Sum sum, Sum word, Sum vector) { return S::template run_dot<bits>(sum, word, vector); }
-  static Sum total(Sum sum, Sum run) { return S::add_int(sum, S::run_total(run)); }
+  static Sum total(Sum run) { return S::run_total(run); }
+  static Sum more(Sum sum, Sum total) { return S::add_int(sum, total); }
 };
 
 // Words a(i, j) at `words` + i * rows + j * columns.
@@ -44,24 +45,30 @@ struct Words {
   std::int64_t columns;
 };
 
-// Adds Σ_j a(i, j) b(j) to NI sums for NV vectors of lanes; b is [count, NV, 16].
+// Adds Σ_j a(i, j) b(j) to NI sums for NV vectors of lanes; b is [count, NV, 16]. Steps are taken by kSteps, so that sums
+// need not be moved from register to register at the end of each.
 template <class Unit, int NI, int NV>
 [[gnu::always_inline]] inline void add_lane_products(const Words& a, int first, int count, const std::uint32_t* b,
                                                      typename Unit::Sum (&sums)[NI][NV]) {
+  constexpr int kSteps = 4;
   const std::uint32_t* at = a.words + first * a.rows;
-  for (int j = 0; j < count; ++j, at += a.columns, b += NV * kLanes) {
+  const auto step = [&](int j) __attribute__((always_inline)) {
     decltype(Unit::vector(b)) vectors[NV];
-    unrolled<NV>([&](auto v) { vectors[v] = Unit::vector(b + v * kLanes); });
+    unrolled<NV>([&](auto v) { vectors[v] = Unit::vector(b + (j * NV + v) * kLanes); });
     unrolled<NI>([&](auto i) __attribute__((always_inline)) {
-      const auto word = Unit::word(at + i * a.rows);
+      const auto word = Unit::word(at + i * a.rows + j * a.columns);
       unrolled<NV>([&](auto v) { sums[i][v] = Unit::add(sums[i][v], word, vectors[v]); });
     });
-  }
+  };
+  int j = 0;
+  for (; j + kSteps <= count; j += kSteps, at += kSteps * a.columns, b += kSteps * NV * kLanes)
+    unrolled<kSteps>([&](auto k) __attribute__((always_inline)) { step(k); });
+  for (; j < count; ++j, at += a.columns, b += NV * kLanes) step(0);
 }
 
 // out [n, NV, 16] = Σ_j a(i, j) b(j), or += if `adds`; n is a multiple of NI.
 template <class Unit, int NI, int NV, bool adds>
-void lane_products(const Words& a, int n, int count, const void* b, void* out) {
+[[gnu::always_inline]] inline void lane_products(const Words& a, int n, int count, const void* b, void* out) {
   const auto* vectors = static_cast<const std::uint32_t*>(b);
   for (int first = 0; first < n; first += NI) {
     auto* to = static_cast<std::uint32_t*>(out) + std::size_t(first) * NV * kLanes;
@@ -69,19 +76,21 @@ void lane_products(const Words& a, int n, int count, const void* b, void* out) {
     unrolled<NI * NV>([&](auto i) { sums[i / NV][i % NV] = adds ? Unit::load(to + i * kLanes) : Unit::zero(); });
     if constexpr (Unit::kRun == 0) {
       add_lane_products<Unit, NI, NV>(a, first, count, vectors, sums);
+      unrolled<NI * NV>([&](auto i) { Unit::store(to + i * kLanes, sums[i / NV][i % NV]); });
     } else {
+      static_assert(!adds);
       for (int j = 0; j < count; j += Unit::kRun) {
         const int run = count - j < Unit::kRun ? count - j : Unit::kRun;
-        typename Unit::Sum some[NI][NV];
-        unrolled<NI * NV>([&](auto i) { some[i / NV][i % NV] = Unit::zero(); });
+        unrolled<NI * NV>([&](auto i) { sums[i / NV][i % NV] = Unit::zero(); });
         add_lane_products<Unit, NI, NV>({a.words + j * a.columns, a.rows, a.columns}, first, run,
-                                        vectors + std::size_t(j) * NV * kLanes, some);
+                                        vectors + std::size_t(j) * NV * kLanes, sums);
+        // Sums of earlier runs are in `out`: with those of this run they would not fit in registers.
         unrolled<NI * NV>([&](auto i) {
-          sums[i / NV][i % NV] = Unit::total(sums[i / NV][i % NV], some[i / NV][i % NV]);
+          const auto total = Unit::total(sums[i / NV][i % NV]);
+          Unit::store(to + i * kLanes, j == 0 ? total : Unit::more(Unit::load(to + i * kLanes), total));
         });
       }
     }
-    unrolled<NI * NV>([&](auto i) { Unit::store(to + i * kLanes, sums[i / NV][i % NV]); });
   }
 }
 

@@ -11,44 +11,44 @@
 
 namespace hack {
 
-// Lanes from `at` on of a row of n values; zeros past its end.
-template <class S, Dtype dtype, int lanes = kLanes>
-typename S::F load_lanes(const std::byte* row, int at, int n) {
+// The last lanes of a row, fewer than a vector has.
+template <class S, Dtype dtype>
+[[gnu::noinline]] typename S::F load_last_lanes(const std::byte* row, int at, int n) {
   alignas(64) float x[kLanes] = {};
-  const int count = n - at;
-  if constexpr (dtype == Dtype::kFloat) {
-    const auto* values = reinterpret_cast<const float*>(row) + at;
-    if (count >= lanes) return S::load(values);
-    for (int i = 0; i < count; ++i) x[i] = values[i];
-  } else {
-    const auto* values = reinterpret_cast<const std::uint16_t*>(row) + at;
-    if constexpr (dtype == Dtype::kHalf) {
-      if (count >= lanes) return S::load_half(values);
-      for (int i = 0; i < count; ++i) x[i] = half_to_float(values[i]);
-    } else {
-      if (count >= lanes) return S::load_bfloat(values);
-      for (int i = 0; i < count; ++i) x[i] = bfloat_to_float(values[i]);
-    }
+  for (int i = 0; i < n - at; ++i) {
+    if constexpr (dtype == Dtype::kFloat) x[i] = reinterpret_cast<const float*>(row)[at + i];
+    else if constexpr (dtype == Dtype::kHalf) x[i] = half_to_float(reinterpret_cast<const std::uint16_t*>(row)[at + i]);
+    else x[i] = bfloat_to_float(reinterpret_cast<const std::uint16_t*>(row)[at + i]);
   }
   return S::load(x);
 }
 
 template <class S, Dtype dtype>
-void store_lanes(std::byte* row, int at, int n, typename S::F lanes) {
-  const int count = n - at;
+[[gnu::noinline]] void store_last_lanes(std::byte* row, int at, int n, typename S::F lanes) {
   alignas(64) float x[kLanes];
-  if constexpr (dtype == Dtype::kFloat) {
-    auto* values = reinterpret_cast<float*>(row) + at;
-    if (count >= kLanes) return S::store(values, lanes);
-    S::store(x, lanes);
-    for (int i = 0; i < count; ++i) values[i] = x[i];
-  } else {
-    auto* values = reinterpret_cast<std::uint16_t*>(row) + at;
-    const auto narrow = [](float y) { return dtype == Dtype::kHalf ? float_to_half(y) : float_to_bfloat(y); };
-    if (count >= kLanes) return dtype == Dtype::kHalf ? S::store_half(values, lanes) : S::store_bfloat(values, lanes);
-    S::store(x, lanes);
-    for (int i = 0; i < count; ++i) values[i] = narrow(x[i]);
+  S::store(x, lanes);
+  for (int i = 0; i < n - at; ++i) {
+    if constexpr (dtype == Dtype::kFloat) reinterpret_cast<float*>(row)[at + i] = x[i];
+    else reinterpret_cast<std::uint16_t*>(row)[at + i] = dtype == Dtype::kHalf ? float_to_half(x[i]) : float_to_bfloat(x[i]);
   }
+}
+
+// Lanes from `at` on of a row of n values; zeros past its end.
+template <class S, Dtype dtype, int lanes = kLanes>
+[[gnu::always_inline]] inline typename S::F load_lanes(const std::byte* row, int at, int n) {
+  if (n - at < lanes) return load_last_lanes<S, dtype>(row, at, n);
+  if constexpr (dtype == Dtype::kFloat) return S::load(reinterpret_cast<const float*>(row) + at);
+  const auto* values = reinterpret_cast<const std::uint16_t*>(row) + at;
+  return dtype == Dtype::kHalf ? S::load_half(values) : S::load_bfloat(values);
+}
+
+// Vectors are passed in memory, so what is inlined is stored from registers.
+template <class S, Dtype dtype>
+[[gnu::always_inline]] inline void store_lanes(std::byte* row, int at, int n, typename S::F lanes) {
+  if (n - at < kLanes) return store_last_lanes<S, dtype>(row, at, n, lanes);
+  if constexpr (dtype == Dtype::kFloat) return S::store(reinterpret_cast<float*>(row) + at, lanes);
+  auto* values = reinterpret_cast<std::uint16_t*>(row) + at;
+  dtype == Dtype::kHalf ? S::store_half(values, lanes) : S::store_bfloat(values, lanes);
 }
 
 // Rounds n values to FP16; returns whether all of them are finite.
