@@ -40,7 +40,8 @@ START_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """The processes to start. `worker` holds the settings that all nodes share (model, codec, kv_bytes, ...).
+    """The processes to start. `worker` holds the settings that all nodes share (model, codec, kv_bytes, ...), `prefill`
+    and `decode` those of one role.
 
     `router` needs no `model`: it gets the model of the nodes.
     """
@@ -51,6 +52,11 @@ class ClusterPlan:
     num_decode: int = 2
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
+
+    def settings_of(self, role: str) -> dict[str, Any]:
+        """The settings of a node. A section `model` of its role adds to that of `worker`."""
+        own = self.prefill if role == "prefill" else self.decode
+        return {**self.worker, **own, "model": {**self.worker.get("model", {}), **own.get("model", {})}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +126,12 @@ class LocalCluster:
         given = {"model": self.model.folder, "shutdown_grace_s": ROUTER_GRACE_S, **plan.router}
         given["served_model_name"] = given.get("served_model_name") or self.model.name
         await self._order(router, given, deadline)
-        nodes = [("prefill", i, plan.prefill) for i in range(plan.num_prefill)]
-        nodes += [("decode", i, plan.decode) for i in range(plan.num_decode)]
-        children = [(await self._fork(role, f"{role}-{index}"), settings) for role, index, settings in nodes]
-        shared = {**plan.worker, "router": router.ready["control"]}
+        roles = [("prefill", plan.num_prefill), ("decode", plan.num_decode)]
+        nodes = [(role, index) for role, count in roles for index in range(count)]
+        children = [(await self._fork(role, f"{role}-{index}"), plan.settings_of(role)) for role, index in nodes]
+        joined = {"router": router.ready["control"]}
         orders = (
-            self._order(child, {**shared, **self._place(number), **own, "node_id": child.name}, deadline)
+            self._order(child, {**self._placed(number, own), **joined, "node_id": child.name}, deadline)
             for number, (child, own) in enumerate(children)
         )
         await asyncio.gather(*orders)
@@ -174,11 +180,12 @@ class LocalCluster:
         for child in self.children:
             await child.process.end()
 
-    def _place(self, node: int) -> dict[str, Any]:
-        """A node's section `model`, and the number of nodes on its device. The node need not search for either."""
+    def _placed(self, node: int, settings: dict[str, Any]) -> dict[str, Any]:
+        """The settings with the folder of the model, a node's device and the number of nodes on it. The node need not
+        search for them."""
         device, nodes = self.model.placed(node, self._plan.num_prefill + self._plan.num_decode)
-        model = {**self._plan.worker.get("model", {}), "path": self.model.folder, "device": device}
-        return {"model": model, "nodes_on_device": nodes}
+        model = {**settings["model"], "path": self.model.folder, "device": device}
+        return {**settings, "model": model, "nodes_on_device": nodes}
 
     async def _check(self, patience_s: float) -> Checked:
         """Find and check the model, while the fork server loads it. Raises `ConfigError` or `NodeLost`. A silence of
@@ -228,7 +235,8 @@ class LocalCluster:
 
     async def _load(self, server: ForkServerClient) -> None:
         """Let the fork server load the model that its forks share."""
-        await server.load(self._place(0)["model"], self._plan.worker.get("codec", {}))
+        settings = self._placed(0, self._plan.settings_of("prefill"))
+        await server.load(settings["model"], settings.get("codec", {}))
 
     async def _fork(self, role: str, name: str) -> NodeProcess:
         process = await (await self._forks()).fork(role, name, self.model.loss)

@@ -37,10 +37,12 @@ def demo(model: dict[str, Any], codec: str, nodes: tuple[int, int]) -> int:
 
 def plan_of(model: dict[str, Any], codec: str, nodes: tuple[int, int], router: dict[str, Any]) -> ClusterPlan:
     """The processes and their settings. Raises `ConfigError` for a codec that cannot be parsed."""
-    # Nodes that share a machine must not fight for its cores.
-    threads = max(1, (os.cpu_count() or 1) // sum(nodes))
-    worker = {"model": {**model, "path": _available(model["path"]), "threads": threads}, "codec": codec_of(codec)}
-    return ClusterPlan({"control": {"port": 0}, **router}, worker, *nodes)
+    cores = os.cpu_count() or 1
+    # A decode step waits for its threads after every product, so decode nodes must not fight for cores. A prompt waits
+    # seldom and may take every core: one alone is answered sooner, many take little longer (`bench.shares`).
+    worker = {"model": {**model, "path": _available(model["path"]), "threads": max(1, cores // sum(nodes))}}
+    worker["codec"] = codec_of(codec)
+    return ClusterPlan({"control": {"port": 0}, **router}, worker, *nodes, prefill={"model": {"threads": cores}})
 
 
 def codec_of(text: str) -> dict[str, Any]:

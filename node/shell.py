@@ -46,6 +46,11 @@ class Loaded:
     codec: CodecConfig
     worker: Worker
 
+    def serves(self, config: NodeConfig) -> bool:
+        """Whether a node with these settings may use the worker. The number of threads can still be changed."""
+        model = self.model.model_copy(update={"threads": config.model.threads})
+        return (model, self.codec) == (config.model, config.codec)
+
 
 @dataclass(frozen=True, slots=True)
 class Ground(Generic[ConfigT]):
@@ -128,8 +133,8 @@ def _kv_bytes(config: NodeConfig, worker: Worker) -> int:
 
 
 async def worker_for(config: NodeConfig, loaded: Loaded | None) -> Worker:
-    """The worker in `loaded` if it has these settings; else a new one."""
-    if loaded and (loaded.model, loaded.codec) == (config.model, config.codec):
+    """The worker in `loaded` if it has these settings, whatever its number of threads; else a new one."""
+    if loaded and loaded.serves(config):
         loaded.worker.backend.use_threads(config.model.threads or torch.get_num_threads())
         return loaded.worker
     # In a thread: the check may take a minute, and signals must be handled meanwhile. A codec is refused before its

@@ -83,6 +83,14 @@ def test_the_shipped_model_serves_where_smollm2_is_not_installed_and_says_so(
     assert "smollm2 is not installed" in capsys.readouterr().err
 
 
+def test_a_prompt_may_take_all_cores_and_a_decode_step_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    plan = plan_of({"path": "", "dtype": "float32"}, "fp16", (2, 2), {})
+    prefill, decode = plan.settings_of("prefill")["model"], plan.settings_of("decode")["model"]
+    assert (prefill.pop("threads"), decode.pop("threads")) == (8, 2)
+    assert prefill == decode == {"path": "", "dtype": "float32"}
+
+
 def test_a_codec_may_be_allowed_to_lose() -> None:
     assert codec_of("hack") == {"name": "hack", "settings": {}, "allow_loss": False}
     assert codec_of("hack,allow_loss") == {"name": "hack", "settings": {}, "allow_loss": True}

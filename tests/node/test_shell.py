@@ -32,9 +32,10 @@ def _own_threads() -> Iterator[None]:
 async def test_a_model_loaded_on_one_thread_computes_on_those_of_its_node(tmp_path: Path) -> None:
     path = str(write_tiny(tmp_path / "tiny", Tiny()))
     codec, settings = CodecConfig(name="fp16"), ModelConfig(path=path, backend="cpu", threads=3)
-    forked = load_worker(settings.model_copy(update={"threads": 1}), codec)
+    of_one_thread = settings.model_copy(update={"threads": 1})
+    forked = load_worker(of_one_thread, codec)
     node = DecodeConfig(model=settings, codec=codec)
-    worker = await worker_for(node, Loaded(settings, codec, forked))
+    worker = await worker_for(node, Loaded(of_one_thread, codec, forked))
     assert worker is forked
     assert isinstance(worker.backend, CpuBackend)
     assert worker.backend.threads == torch.get_num_threads() == 3
