@@ -89,9 +89,11 @@ void put(std::vector<std::uint8_t>& out, T number) {
 // A slot of a table: symbol in bits 0..7, the slot less the symbol's first in 8..19, frequency - 1 in 20..31.
 template <int kBits>
 void fill_slots(const Frequencies& frequencies, std::uint32_t* slots) {
-  for (std::size_t symbol = 0; symbol < frequencies.size(); ++symbol)
-    for (std::uint32_t bias = 0; bias < frequencies[symbol]; ++bias)
-      *slots++ = std::uint32_t(symbol) | bias << 8 | (frequencies[symbol] - 1) << 20;
+  for (std::size_t symbol = 0; symbol < frequencies.size(); ++symbol) {
+    const std::uint32_t frequency = frequencies[symbol], first = std::uint32_t(symbol) | (frequency - 1) << 20;
+    for (std::uint32_t bias = 0; bias < frequency; ++bias) slots[bias] = first | bias << 8;
+    slots += frequency;
+  }
 }
 
 struct Words {
@@ -108,8 +110,8 @@ inline std::uint32_t pop(std::uint32_t& state, const std::uint32_t* slots) {
 // Shifts a word in where it is due. Two bytes may be read.
 inline void refill(std::uint32_t& state, const std::uint8_t*& at) {
   const std::uint32_t shifted = state << 16 | std::uint32_t(at[0]) | std::uint32_t(at[1]) << 8;
-  const bool due = state < kLowest;
-  state = due ? shifted : state;
+  const std::uint32_t due = state < kLowest, mask = 0 - due;  // no branch: which states are due is noise
+  state ^= (state ^ shifted) & mask;
   at += 2 * due;
 }
 

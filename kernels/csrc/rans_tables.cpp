@@ -1,6 +1,7 @@
 #include "rans_tables.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <limits>
 #include <stdexcept>
@@ -11,24 +12,32 @@ void refuse(const std::string& what) { throw std::invalid_argument("rans: " + wh
 
 namespace {
 
-constexpr std::size_t kTries[] = {1, 4, 16};  // numbers of tables
-constexpr std::size_t kMostOfBytes = 4;       // tables of bytes are large
-constexpr int kRounds = 3;
+constexpr std::size_t kTries[] = {1, 16};  // numbers of tables
+constexpr std::size_t kMostOfBytes = 1;       // tables of bytes are large
+constexpr int kRounds = 2;
 constexpr int kLog = 8;  // fraction bits of a logarithm
 
-// log2(n) in steps of 2^-kLog, from integers alone.
-std::uint32_t log_of(std::uint32_t n) {
-  const int whole = std::bit_width(n) - 1;
-  std::uint64_t mantissa = (std::uint64_t(n) << 32) >> whole;  // in [2^32, 2^33)
-  std::uint32_t log = std::uint32_t(whole);
-  for (int bit = 0; bit < kLog; ++bit) {
-    mantissa >>= 2;
-    mantissa = (mantissa * mantissa) >> 28;
-    const bool carry = mantissa >> 33;
-    log = log << 1 | std::uint32_t(carry);
-    mantissa >>= carry;
+// log2 of 1..4095 in steps of 2^-kLog, from integers alone: libraries differ in the last bit.
+const std::array<std::uint16_t, 4096> kLogs = [] {
+  std::array<std::uint16_t, 4096> logs{};
+  for (std::uint32_t n = 1; n < logs.size(); ++n) {
+    std::uint32_t log = std::uint32_t(std::bit_width(n)) - 1;
+    std::uint64_t mantissa = (std::uint64_t(n) << 30) >> log;  // in [2^30, 2^31)
+    for (int bit = 0; bit < kLog; ++bit) {
+      mantissa = (mantissa * mantissa) >> 30;
+      const std::uint64_t carry = mantissa >> 31;
+      log = log << 1 | std::uint32_t(carry);
+      mantissa >>= carry;
+    }
+    logs[n] = std::uint16_t(log);
   }
-  return log;
+  return logs;
+}();
+
+// log2(n), n > 0, in steps of 2^-kLog.
+std::uint32_t log_of(std::uint64_t n) {
+  const int beyond = std::max(0, int(std::bit_width(n)) - 12);
+  return kLogs[n >> beyond] + (std::uint32_t(beyond) << kLog);
 }
 
 // Counts of symbols by column, [columns][symbols].
@@ -179,13 +188,10 @@ class Clusters {
   Costs costs_of(const std::vector<std::uint64_t>& counts) const {
     std::uint64_t all = 1;
     for (const std::uint64_t count : counts) all += count;
-    const int shift = std::max(0, int(std::bit_width(all)) - 31);
-    const std::uint32_t log = log_of(std::uint32_t(all >> shift));
-    Costs costs;
-    for (const std::uint64_t count : counts) {
-      const auto shifted = std::uint32_t(count >> shift);
-      costs.push_back(std::int16_t(shifted ? log - log_of(shifted) : log + (2u << kLog)));
-    }
+    const std::uint32_t log = log_of(all);
+    Costs costs(counts.size());
+    for (std::size_t symbol = 0; symbol < costs.size(); ++symbol)
+      costs[symbol] = std::int16_t(counts[symbol] ? log - log_of(counts[symbol]) : log + (2u << kLog));
     return costs;
   }
 
