@@ -1,4 +1,4 @@
-"""Wire form `rans`: each plane under static rANS of order 0, with tables that travel in front of it (csrc/rans.h).
+"""Wire form `rans`: each plane under static rANS of order 0, its tables in front of it (kernels/csrc/rans.h).
 
 CacheGen codes its integers arithmetically, with a table for each layer and channel that is profiled offline. Here tables
 are made from each plane, so nothing is calibrated and every codec may use the form:
@@ -26,6 +26,8 @@ from hack_kernels.cpu.extension import compiled
 from hackkv.wire_form import Bytes, WireForm
 
 SPLIT_ITEMSIZE: Final = 2
+BLOCK_PAGES: Final = 8
+"""Pages of a head, at least, for which a channel keeps its table: means of channels drift along a text."""
 
 
 class RansForm:
@@ -64,13 +66,14 @@ class RansForm:
         plane[0::2] = code[code.size - half :]
 
     def _grid(self, shape: Sequence[int], size: int) -> tuple[int, int]:
-        """(blocks, bytes of a row): heads and rows as `shape` says, coarser where these are too many for the coder."""
+        """(blocks, bytes of a row): some pages of a head are a block; fewer blocks where the coder takes no more."""
         if len(shape) < 2 or not size:
             return 1, 1
-        heads, row = shape[0], size // prod(shape[:-1])
-        for blocks, each in ((heads, row), (1, row)):
-            if row and blocks * each <= self._coder.RANS_COLUMNS and size % (blocks * each) == 0:
-                return blocks, each
+        heads, pages, row = shape[0], shape[1], size // prod(shape[:-1])
+        parts = (part for part in range(pages // BLOCK_PAGES, 1, -1) if len(shape) > 2 and pages % part == 0)
+        for blocks in (*(heads * part for part in parts), heads, 1):
+            if blocks * row <= self._coder.RANS_COLUMNS and size % (blocks * row) == 0:
+                return blocks, row
         return 1, 1
 
 
