@@ -1,9 +1,9 @@
 """Bytes that wire forms save on real pages, and their speed: `python -m bench.wire_forms [--out docs]`.
 
-The shipped model, or another, reads text that the shipped one was not trained on. Its pages become frames as on a prefill node, chunk by chunk
-and layer by layer, and are opened as on a decode node. A speed is bytes at rest over processor time. That time covers
-cutting, coding and checksums, or checksums and decoding. The best of several runs counts. The second table sends the
-same frames over links of several speeds, raw, coded and as `auto` chooses.
+The shipped model, or another, reads text that the shipped one was not trained on. Its pages become frames as on a
+prefill node, chunk by chunk and layer by layer, and are opened as on a decode node. A speed is bytes at rest over
+processor time. That time covers cutting, coding and checksums, or checksums and decoding. The best of several runs
+counts. The second table sends the same frames over links of several speeds, raw, coded and as `auto` chooses.
 """
 
 from __future__ import annotations
