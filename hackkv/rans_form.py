@@ -1,7 +1,7 @@
 """Wire form `rans`: each plane under static rANS of order 0, its tables in front of it (kernels/csrc/rans.h).
 
-CacheGen codes its integers arithmetically, with a table for each layer and channel that is profiled offline. Here tables
-are made from each plane, so nothing is calibrated and every codec may use the form:
+CacheGen codes its integers arithmetically, with a table for each layer and channel that is profiled offline. Here
+tables are made from each plane, so nothing is calibrated and every codec may use the form:
 
 - Symbols are nibbles or whole bytes as they rest, whichever takes less. Codes of 4 bits are nibbles, and a nibble of
   packed codes of 2 or 1 bits is some of them.

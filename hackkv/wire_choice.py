@@ -16,7 +16,7 @@ from hackkv.wire_form import Bytes, WireForm
 AUTO: Final = "auto"
 """The setting `wire_form` of a sender that chooses."""
 CODER: Final = "zstd"
-"""The form in which such a sender codes, where coding pays. `rans` saves little more and is several times as slow."""
+"""The form in which such a sender codes, where coding pays. `rans` encodes several times as slowly."""
 FIRST_BYTES: Final = 64 << 10
 """Bytes at rest that are coded to measure the coder, once the link is measured; about as many are remembered."""
 PROBE_EVERY: Final = 16
