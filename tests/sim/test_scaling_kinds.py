@@ -15,11 +15,16 @@ from sim.costs import Roofline
 from sim.eventlog import EventKind
 from sim.jobs import Arrival
 from sim.placing import Shelf
+from sim.plan.following import follow
+from sim.plan.objective import parse
+from sim.plan.report import report
+from sim.plan.screen import candidates, demand_of
+from sim.plan.search import spec_of, try_out
 from sim.rooms import names
 from sim.scaling import TICK_S, Kind, Staff, Watched
 from sim.shards import simulate
 from sim.sizes import sizes_of
-from sim.spec import Codec, Objective, ReplicaPool, Scale, Spec
+from sim.spec import Choices, Codec, Load, Objective, ReplicaPool, Scale, Spec
 from sim.summary import summarize
 from sim.world import World
 from sim.worth import TypicalRequest, goodput
@@ -173,6 +178,45 @@ def test_kinds_come_and_go_and_are_paid_each(outcome: SimulationOutcome) -> None
 @pytest.mark.parametrize("shards", [1, 2])
 def test_equal_seeds_give_equal_events(shards: int) -> None:
     spec = two_kinds(policy={"shards": shards})
-    first, second = (simulate(spec, dense(), Options(seed=3), processes) for processes in (1, shards))
+    first, second = (simulate(spec, dense(), Options(seed=3)) for _ in range(2))
     assert first.rows.ok.all()
     assert (first.events, first.paid_s) == (second.events, second.paid_s)
+
+
+# A plan -------------------------------------------------------------------------------------------------------------
+
+
+def question() -> Spec:
+    """Mistral-7B on machines of two kinds for prompts, whose replicas follow the load."""
+    prefill = ReplicaPool(
+        instance="g5.12xlarge", replicas=1, tp=4, chunk_tokens=2048, scale=Scale(up_at=3, down_at=0.1)
+    )
+    decode = ReplicaPool(instance="p4de.24xlarge", replicas=1, scale=Scale(up_at=0.5, down_at=0.1))
+    plan = Choices(
+        prefill=("g5.12xlarge", "g6.12xlarge"),
+        decode=("p4de.24xlarge",),
+        tp=(1, 4),
+        pp=(1,),
+        codecs=(Codec(name="rot-k4v4"),),
+        aggregated=False,
+        available={"g5.12xlarge": 3, "g6.12xlarge": 2, "p4de.24xlarge": 1},
+    )
+    load = Load(input_len=4000, output_len=100)
+    return Spec(model="mistral-7b", prefill=(prefill,), decode=(decode,), load=load, plan=plan)
+
+
+def test_a_plan_of_several_kinds_follows_a_rising_load() -> None:
+    spec = question()
+    demand = demand_of(spec, 7.0, parse("ttft_p90=3s,tpot_p90=60ms"))
+    mix = next(one for one in candidates(spec, demand) if len(one.prefill) == 2)
+    trial = try_out(spec, mix, demand, 300, 0)
+    assert all(pool.scale is None for pool in spec_of(spec, trial.candidate, trial.rate, 1).pools)
+    first = follow(spec, trial, demand, 0)
+    assert first is not None
+    assert 0.1 * trial.usd < first.usd_per_hour < 0.9 * trial.usd
+    started = [part for role, part, _ in first.running if role == "prefill"]
+    assert [part.role_usd for part in started] == sorted(part.role_usd for part in mix.prefill)
+    for _, part, mean in first.running:
+        assert 0 <= mean <= part.count
+    page = "\n".join(report(spec, demand, [trial], "hackkv plan", followed=first))
+    assert "## When replicas follow the load" in page
