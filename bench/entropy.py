@@ -10,18 +10,17 @@ per value; scales, which every form sends alike, are not counted. Three kinds of
 An arithmetic coder comes near the entropy of order 0, with a table for each layer, KV head and channel (the paper's
 choice), or with one for each layer. Tables are not counted, and anchors have tables of their own. Two sizes are shown
 for comparison: that of the planes in frames of some pages, as a sender cuts and codes them, and that of the same frames
-if the bytes of a channel lay side by side ("sorted"). With `--constriction`, if that library is installed, an ANS coder
-codes codes of values with a table for each channel of a frame, and is timed beside Zstandard.
+if the bytes of a channel lay side by side ("sorted"). A second table has the size in each wire form that codes, tables
+counted, and the form's speed.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
-from time import perf_counter
-from typing import Any, Final
+from time import thread_time
+from typing import Final
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ from torch import Tensor
 from bench.rooms import PAGE, pages_of
 from hackkv.codecs.cachegen import LEVELS, Level, bins_of, grouping
 from hackkv.framing import FrameWriter
-from hackkv.wire_form import wire_form
+from hackkv.wire_form import WireForm, wire_form
 
 CPU: Final = torch.device("cpu")
 FRAME_PAGES: Final = 8
@@ -45,6 +44,8 @@ FRAME_PAGES: Final = 8
 LEVEL: Final[Level] = "2"
 FINER: Final[Level] = "3"
 FORM: Final = "zstd"
+FORMS: Final = (FORM, "rans")
+REPEATS: Final = 3
 
 Coded = tuple[list[Tensor], Planes]
 """(symbols [pages, Hkv, rows, D], one tensor for each alphabet with its own tables; planes [pages, Hkv, ...])"""
@@ -59,7 +60,6 @@ def main() -> None:
         "model", nargs="?", default="", help="checkpoint folder or hub name; default: the shipped model"
     )
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--constriction", action="store_true", help="time an ANS coder too, if it is installed")
     args = parser.parse_args()
     torch.set_num_threads(1)
     pages = pages_of(args.model, args.tokens)
@@ -81,8 +81,7 @@ def main() -> None:
             channel, layer, wire, in_order = (f"{each:.3f}" for each in bits)
             words = (name, says, channel, layer, wire, f"{bits[2] / bits[0]:.3f}", in_order, f"{error:.4f}")
             print(f"| {' | '.join(words)} |", flush=True)
-    if args.constriction:
-        ans(pages)
+    coders(pages)
 
 
 def measured(of: Coding, name: str, layer: int, x: Tensor) -> tuple[float, ...]:
@@ -199,59 +198,46 @@ def wire_bits(pages: Planes, *, by_channel: bool = False) -> float:
     return bits
 
 
-def ans(pages: dict[str, list[Tensor]]) -> None:
-    """Print the bits of codes of values with constriction's ANS coder, and the speed of both coders on one thread."""
-    stream: Any = import_module("constriction").stream
-    form = wire_form(FORM)
-    print("\n| rows | coder | bits | encodes, MB/s of packed codes | decodes, MB/s |")
-    print("|---|---|---|---|---|")
+def coders(pages: dict[str, list[Tensor]]) -> None:
+    """Print the bits of codes in each wire form that codes, and the form's speed on one thread."""
+    print("\n| rows | codes | wire form | bits | of zstd's | encodes, MB/s of packed codes | decodes, MB/s |")
+    print("|---|---|---|---|---|---|---|")
     for name in ("k", "v"):
-        taken: dict[str, NDArray[np.float64]] = {"zstd": np.zeros(4), "ANS": np.zeros(4)}
-        for layer, x in enumerate(pages[name]):
-            ([codes], planes), _ = values(name, layer, x)
-            for part, symbols in zip(frames(planes), frames({"codes": codes}), strict=True):
-                packed = sum(plane.nbytes for plane in part.values())
-                for coder, found in (
-                    ("zstd", [zstd_once(form, plane.numpy().reshape(-1)) for plane in part.values()]),
-                    ("ANS", [ans_once(stream, symbols["codes"])]),
-                ):
-                    taken[coder] += np.array([packed, *(sum(each) for each in zip(*found, strict=True))])
-        for coder, (packed, size, encode_s, decode_s) in taken.items():
-            bits = 8 * size / sum(x.numel() for x in pages[name])
-            print(f"| {name} | {coder} | {bits:.3f} | {packed / encode_s / 1e6:.1f} | {packed / decode_s / 1e6:.1f} |")
+        for says, of in KINDS.items():
+            cut = [part for layer, x in enumerate(pages[name]) for part in frames(of(name, layer, x)[0][1])]
+            elements, first = sum(x.numel() for x in pages[name]), 0.0
+            for form in FORMS:
+                packed, size, encode_s, decode_s = spent(wire_form(form), cut)
+                first = first or size
+                speeds = f"{packed / encode_s / 1e6:.0f} | {packed / decode_s / 1e6:.0f}"
+                print(f"| {name} | {says} | {form} | {8 * size / elements:.3f} | {size / first:.3f} | {speeds} |")
 
 
-def zstd_once(form: Any, plane: NDArray[np.uint8]) -> tuple[float, float, float]:
-    """(bytes, seconds to encode, seconds to decode) with Zstandard."""
-    began = perf_counter()
-    coded = form.encode(plane, 1)
-    encoded, back = perf_counter(), np.empty_like(plane)
+def spent(form: WireForm, cut: list[Planes]) -> tuple[int, int, float, float]:
+    """(bytes at rest, bytes coded, processor seconds to encode, to decode) of all planes; the best of `REPEATS`."""
+    packed, size, encode_s, decode_s = 0, 0, 0.0, 0.0
+    for plane in (plane for part in cut for plane in part.values()):
+        raw: NDArray[np.uint8] = plane.numpy().reshape(-1)
+        found = [once(form, raw, plane.shape) for _ in range(REPEATS)]
+        packed, size = packed + raw.size, size + found[0][0]
+        encode_s += min(each[1] for each in found)
+        decode_s += min(each[2] for each in found)
+    return packed, size, encode_s, decode_s
+
+
+def once(form: WireForm, plane: NDArray[np.uint8], shape: Sequence[int]) -> tuple[int, float, float]:
+    """(bytes, processor seconds to encode, to decode). A plane that does not shrink is not decoded."""
+    began = thread_time()
+    coded = form.encode(plane, 1, shape)
+    encode_s = thread_time() - began
     if coded is None:
-        return plane.size, encoded - began, 0.0
-    between = perf_counter()
+        return plane.size, encode_s, 0.0
+    back = np.empty_like(plane)
+    began = thread_time()
     form.decode(memoryview(coded), back, 1)
-    ended = perf_counter()
+    decode_s = thread_time() - began
     assert np.array_equal(back, plane)
-    return len(coded), encoded - began, ended - between
-
-
-def ans_once(stream: Any, codes: Tensor) -> tuple[float, float, float]:
-    """(bytes, seconds to encode, seconds to decode) with ANS and a table for each channel. Tables are not counted in
-    the bytes; the time of encoding includes making them."""
-    channels = codes.permute(0, 3, 1, 2).flatten(0, 1).flatten(1).int().numpy()
-    began = perf_counter()
-    counts = [np.bincount(channel, minlength=int(codes.max()) + 1) + 1e-2 for channel in channels]
-    models = [stream.model.Categorical((each / each.sum()).astype(np.float32), perfect=False) for each in counts]
-    coder = stream.stack.AnsCoder()
-    for channel, model in zip(channels[::-1], models[::-1], strict=True):
-        coder.encode_reverse(channel, model)
-    words = coder.get_compressed()
-    encoded = perf_counter()
-    decoder = stream.stack.AnsCoder(words)
-    back = np.stack([decoder.decode(model, channels.shape[1]) for model in models])
-    ended = perf_counter()
-    assert np.array_equal(back, channels)
-    return words.nbytes, encoded - began, ended - encoded
+    return len(coded), encode_s, decode_s
 
 
 if __name__ == "__main__":

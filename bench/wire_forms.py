@@ -1,9 +1,9 @@
 """Bytes that wire forms save on real pages, and their speed: `python -m bench.wire_forms [--out docs]`.
 
-The shipped model reads text that it was not trained on. Its pages become frames as on a prefill node, chunk by chunk
-and layer by layer, and are opened as on a decode node. A speed is bytes at rest over processor time. That time covers
-cutting, coding and checksums, or checksums and decoding. The best of several runs counts. The second table sends the
-same frames over links of several speeds, raw, coded and as `auto` chooses.
+The shipped model, or another, reads text that the shipped one was not trained on. Its pages become frames as on a
+prefill node, chunk by chunk and layer by layer, and are opened as on a decode node. A speed is bytes at rest over
+processor time. That time covers cutting, coding and checksums, or checksums and decoding. The best of several runs
+counts. The second table sends the same frames over links of several speeds, raw, coded and as `auto` chooses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import thread_time
@@ -28,6 +28,7 @@ from hackkv.config import CodecConfig, ModelConfig
 from hackkv.expected import Expected
 from hackkv.framing import FrameLedger, FrameWriter
 from hackkv.model.runner import ModelRunner
+from hackkv.model.shipped import find_model
 from hackkv.model.worker import Worker, load_worker
 from hackkv.packaged import SHIPPED
 from hackkv.tokenizer import Tokenizer
@@ -79,19 +80,22 @@ def main() -> None:
     """Print the table; with `--out`, write it into the section of performance.md."""
     parser = argparse.ArgumentParser("python -m bench.wire_forms", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of performance.md, whose section is written")
+    parser.add_argument("--model", default="", help="checkpoint folder or hub name; default: the shipped model")
     parser.add_argument("--codecs", default=",".join(CODECS), help="presets, separated by commas")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    folder = find_model(args.model, "float32").path
+    ids = prompt_ids(folder)
     began, lines, over = load_note(), list[str](), list[str]()
     for codec in args.codecs.split(","):
-        worker = load_worker(ModelConfig(path=str(SHIPPED)), CodecConfig(name=codec))
+        worker = load_worker(ModelConfig(path=str(folder), threads=1), CodecConfig(name=codec))
         for pages in CHUNK_PAGES:
-            sealed = list(chunks(worker, pages))
+            sealed = list(chunks(worker, pages, ids))
             for name in WIRE_FORMS:
                 lines.append(measure(worker, sealed, wire_form(name)).row(codec, name, pages))
                 print(lines[-1], flush=True)
         if codec in OVER_LINKS:
-            sealed = list(chunks(worker, CHUNK_PAGES[0]))
+            sealed = list(chunks(worker, CHUNK_PAGES[0], ids))
             for megabits in LINKS:
                 over.append(link_row(codec, megabits, worker, sealed, TOKENS))
                 print(over[-1], flush=True)
@@ -124,9 +128,9 @@ def section(where: str, lines: list[str], over: list[str]) -> str:
     return "\n".join(("## Wire forms", "", about, "", notes, "", *head, *lines, "", links, "", *table))
 
 
-def chunks(worker: Worker, pages: int) -> Iterator[tuple[int, int, Planes]]:
+def chunks(worker: Worker, pages: int, ids: Sequence[int]) -> Iterator[tuple[int, int, Planes]]:
     """(layer, first page, planes that travel) of every chunk of a prompt, as a prefill node exports them."""
-    ids, page_tokens = prompt_ids(), worker.layout.page_tokens
+    page_tokens = worker.layout.page_tokens
     all_pages = tuple(range(TOKENS // page_tokens))
     runner = ModelRunner(worker.model, worker.codec, len(all_pages), 1)
     with torch.inference_mode():
@@ -139,11 +143,11 @@ def chunks(worker: Worker, pages: int) -> Iterator[tuple[int, int, Planes]]:
                 yield layer, first + leaving.first, leaving.own()
 
 
-def prompt_ids() -> list[int]:
-    """The beginning of text that the shipped model was not trained on."""
+def prompt_ids(folder: Path) -> list[int]:
+    """The beginning of text that the shipped model was not trained on, in tokens of the model in `folder`."""
     lines = (SHIPPED / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
     text = "\n".join(json.loads(line)["text"] for line in lines)
-    ids = Tokenizer(SHIPPED).encode(text[: 12 * TOKENS])
+    ids = Tokenizer(folder).encode(text[: 12 * TOKENS])
     return list(ids[:TOKENS])
 
 

@@ -272,7 +272,7 @@ def lacked_part(frame: KvFrame, expected: Expected) -> KvFrame | None:
 def _coded(form: WireForm, name: str, plane: Tensor) -> tuple[PlaneSpan, bytes | memoryview]:
     """A plane's bytes for the wire, and its header entry without the checksum."""
     raw: Bytes = plane.contiguous().view(torch.uint8).numpy().reshape(-1)
-    coded = form.encode(raw, plane.dtype.itemsize)
+    coded = form.encode(raw, plane.dtype.itemsize, plane.shape)
     if coded is None:
         return PlaneSpan(name, raw.nbytes, raw.nbytes, 0), raw.data
     return PlaneSpan(name, raw.nbytes, len(coded), 0, form.method), coded

@@ -7,7 +7,7 @@ beside the link. A link that nothing has passed is taken for fast, so the first 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import thread_time
 from typing import Final
 
@@ -16,7 +16,7 @@ from hackkv.wire_form import Bytes, WireForm
 AUTO: Final = "auto"
 """The setting `wire_form` of a sender that chooses."""
 CODER: Final = "zstd"
-"""The form in which such a sender codes, where coding pays."""
+"""The form in which such a sender codes, where coding pays. `rans` encodes several times as slowly."""
 FIRST_BYTES: Final = 64 << 10
 """Bytes at rest that are coded to measure the coder, once the link is measured; about as many are remembered."""
 PROBE_EVERY: Final = 16
@@ -61,12 +61,12 @@ class CodingCosts:
         self._raw = self._coded = self._seconds = 0.0
         self._seen = 0
 
-    def encode(self, plane: Bytes, itemsize: int) -> bytes | None:
+    def encode(self, plane: Bytes, itemsize: int, shape: Sequence[int] = ()) -> bytes | None:
         """`WireForm.encode`, measured."""
         if self._seen == 0:
             self.form.encode(plane[:itemsize], itemsize)  # what a thread's first call sets up is no cost of a plane
         began = self._now()
-        coded = self.form.encode(plane, itemsize)
+        coded = self.form.encode(plane, itemsize, shape)
         keeps = FIRST_BYTES / (FIRST_BYTES + plane.size)
         self._seen += plane.size
         self._raw = keeps * self._raw + plane.size
@@ -98,13 +98,13 @@ class ChosenForm:
         """The form's cap."""
         return self._coder.form.cap(raw_bytes)
 
-    def encode(self, plane: Bytes, itemsize: int) -> bytes | None:
+    def encode(self, plane: Bytes, itemsize: int, shape: Sequence[int] = ()) -> bytes | None:
         """None where coding does not pay, or shrinks nothing."""
         if not self._coder.pays(self._link):
             self._passed += 1
             if self._passed % PROBE_EVERY or not self._coder.pays(self._link, PLAUSIBLE):
                 return None
-        return self._coder.encode(plane, itemsize)
+        return self._coder.encode(plane, itemsize, shape)
 
     def decode(self, coded: memoryview, plane: Bytes, itemsize: int) -> None:
         """Decode as the form does."""

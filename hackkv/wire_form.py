@@ -9,7 +9,7 @@ so coding never makes a frame larger; each plane's header names the method of it
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, cast
 
 import numpy as np
@@ -36,14 +36,18 @@ class WireForm(Protocol):
         """The largest coded size of a plane of `raw_bytes` that a receiver takes, checked before it allocates."""
         ...
 
-    def encode(self, plane: Bytes, itemsize: int) -> bytes | None:
-        """The plane's elements of `itemsize` bytes, coded into at most `cap` bytes; None if they do not shrink."""
+    def encode(self, plane: Bytes, itemsize: int, shape: Sequence[int] = ()) -> bytes | None:
+        """The plane's elements of `itemsize` bytes, coded into at most `cap` bytes; None if they do not shrink.
+
+        `shape` is the plane's in elements, [heads, pages, ..., row], where the caller knows it. A form may use it to
+        code better; decoding does not need it.
+        """
         ...
 
     def decode(self, coded: memoryview, plane: Bytes, itemsize: int) -> None:
         """Fill `plane` with the decoded bytes. Raises `ValueError` unless `coded` decodes to exactly the plane's size.
 
-        Whatever `coded` holds, decoding allocates no more than the plane's own size.
+        Whatever `coded` holds, decoding allocates no more than the plane's own size and tables of a fixed size.
         """
         ...
 
@@ -58,7 +62,7 @@ class RawForm:
         """The plane's own size."""
         return raw_bytes
 
-    def encode(self, plane: Bytes, itemsize: int) -> bytes | None:
+    def encode(self, plane: Bytes, itemsize: int, shape: Sequence[int] = ()) -> bytes | None:
         """There is nothing to code."""
         return None
 
@@ -77,7 +81,11 @@ def create() -> WireForm:
     return RAW
 
 
-WIRE_FORMS: Final[Mapping[str, str]] = {"raw": "hackkv.wire_form", "zstd": "hackkv.zstd_form"}
+WIRE_FORMS: Final[Mapping[str, str]] = {
+    "raw": "hackkv.wire_form",
+    "zstd": "hackkv.zstd_form",
+    "rans": "hackkv.rans_form",
+}
 """Name -> module with `create() -> WireForm`, which raises `ImportError` where a library is missing."""
 
 

@@ -8,6 +8,7 @@ plane's, and Zstandard's own checksum of the content. XXH3 of the coded bytes (`
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -43,7 +44,7 @@ class ZstdForm:
         """One byte less than the plane: what does not shrink is not coded."""
         return raw_bytes - 1
 
-    def encode(self, plane: Bytes, itemsize: int) -> bytes | None:
+    def encode(self, plane: Bytes, itemsize: int, shape: Sequence[int] = ()) -> bytes | None:
         """A frame, and behind it the low bytes of elements of two bytes."""
         low = plane[0::2].tobytes() if itemsize == SPLIT_ITEMSIZE else b""
         content = np.ascontiguousarray(plane[1::2]) if itemsize == SPLIT_ITEMSIZE else plane

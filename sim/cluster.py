@@ -32,10 +32,11 @@ from sim.results import RequestTable, SimulationRecord
 from sim.rooms import DecodeSite, Rooms
 from sim.router import Router
 from sim.scaled import noisy
-from sim.scaling import TICK_S, Staff, staff_of
+from sim.scaling import TICK_S, Kind, Staff, staff_of
 from sim.sizes import CodecSizes, sizes_of
 from sim.spec import ReplicaPool, Spec
 from sim.world import World
+from sim.worth import TypicalRequest, goodput
 
 
 def _heard(_: int) -> None:
@@ -140,7 +141,7 @@ class Cluster:
         numbers = range(mine[0], mine[0] + len(arrivals) * (shards // len(mine)), shards // len(mine))
         can_reuse = bool(self.spec.prefill) and self.sizes.bytes_follow_tokens
         self._reuse = can_reuse and any(arrival.blocks for arrival in arrivals)
-        self._build(mine)
+        self._build(mine, arrivals)
         rows, jobs = RequestTable(numbers), list[Job]()
         concurrency, keep_spans = self.spec.load.concurrency, self._options.keep_spans
         todo = iter(zip(numbers, arrivals, strict=True))
@@ -183,6 +184,7 @@ class Cluster:
             begin_next()
         self._tick()
         self.world.run()
+        staff = self._staff[0]
         return SimulationOutcome(
             self.spec,
             rows,
@@ -192,7 +194,7 @@ class Cluster:
             [site.replica for router in self.routers for site in router.rooms.sites],
             self._network,
             self._links,
-            {role: sum(staff[role].paid_s for staff in self._staff) for role in self._staff[0]},
+            {key: sum(one[role].paid_s[key] for one in self._staff) for role in staff for key in staff[role].paid_s},
             jobs,
         )
 
@@ -208,7 +210,7 @@ class Cluster:
 
     # Parts ---------------------------------------------------------------------------------------------------------
 
-    def _build(self, mine: range) -> None:
+    def _build(self, mine: range, arrivals: Sequence[Arrival]) -> None:
         spec, shards = self.spec, self.spec.policy.shards
         ageing = Ageing(spec.policy.ageing_s, spec.policy.max_passed)
         largest = largest_request(spec, self.sizes)
@@ -225,7 +227,8 @@ class Cluster:
             router = Router(self.world, prefills, rooms, spec, largest)
             self.routers.append(router)
             self._faults.watch(router, self._prefill, self._decode, self.world)
-            self._staff.append(staff_of(self.world, spec, router))
+            own_arrivals = arrivals if len(mine) == 1 else arrivals[shard::shards]
+            self._staff.append(staff_of(self.world, router, self._kinds_of(own_arrivals)))
 
     def _prefill(self, number: int) -> PrefillReplica:
         spec, kind, footprint = self.spec, self._layout.kinds["prefill"][number], self.sizes.footprint
@@ -275,6 +278,19 @@ class Cluster:
         replica = DecodeReplica(number, setting, scheduler, book)
         replica.tally.kind = kind
         return replica
+
+    def _kinds_of(self, arrivals: Sequence[Arrival]) -> dict[str, list[Kind]]:
+        """The kinds of replicas of each role that scales. Their worth is that for the mean of `arrivals`."""
+        spec, sizes, found = self.spec, self.sizes, dict[str, list[Kind]]()
+        for role, pools in spec.roles.items():
+            if not any(pool.scale for pool in pools):
+                continue
+            request = TypicalRequest.of(arrivals)
+            for index, pool in enumerate(pools):
+                served = goodput(spec, role, pool, sizes, self._costs(spec, pool, sizes), request)
+                kind = Kind(spec.key_of(role, index), pool.scale, served, spec.usd_of(pool) / served)
+                found.setdefault(role, []).append(kind)
+        return found
 
     def _numbers(self, role: str) -> range:
         """Numbers of the replicas of a role. Routers take them in turn, so each gets its part of every kind."""

@@ -123,6 +123,6 @@ class SimulationRecord:
     links_s: list[float]
     """Seconds that each link would take for its bytes at full rate."""
     paid_s: dict[str, float]
-    """Role -> seconds of replicas that ran; only for roles that scale."""
+    """Pool, by its key in the specification -> seconds of its replicas that ran; only for pools that scale."""
     spans: list[BusySpan] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)

@@ -48,8 +48,8 @@ class Scale(Frozen):
     """How a pool follows its load (`sim.scaling`). The load of prefill replicas is seconds of queued work. That of
     decode replicas is the share of their pages in use, and 1 while requests wait for room."""
 
-    least: int = Field(default=1, gt=0)
-    """Replicas of each router that always run."""
+    least: int = Field(default=1, ge=0)
+    """Replicas of the pool that always run, at each router. One replica of the role always runs."""
     up_at: float = Field(gt=0)
     """A load above this value starts replicas."""
     down_at: float = Field(ge=0)
@@ -64,6 +64,11 @@ class Scale(Frozen):
         if self.down_at >= self.up_at:
             raise ValueError(f"down_at {self.down_at:g} is not below up_at {self.up_at:g}")
         return self
+
+    @property
+    def band(self) -> tuple[float, float, float]:
+        """What concerns the load; a role has one load, so its pools agree on it."""
+        return self.up_at, self.down_at, self.down_after_s
 
 
 class ReplicaPool(Frozen):
@@ -241,8 +246,11 @@ class Spec(Frozen):
         if self.host is not None and self.policy.shards > 1:
             raise ValueError(f"policy.shards is {self.policy.shards}, but routers that share a host are not simulated")
         for role, pools in self.roles.items():
-            if len(pools) > 1 and any(pool.scale for pool in pools):
-                raise ValueError(f"{role}: a role with several kinds of replicas is simulated without `scale`")
+            bands = {pool.scale.band for pool in pools if pool.scale}
+            if len(bands) > 1:
+                raise ValueError(
+                    f"{role}: kinds that scale differ in up_at, down_at or down_after_s; they share a load"
+                )
         return self
 
     @property
@@ -270,12 +278,16 @@ class Spec(Frozen):
         return named(self.tables.instances, pool.instance, f"{self.role_of(pool)}.instance")
 
     def role_of(self, pool: ReplicaPool) -> str:
-        """The key of a pool in the specification: its role, and its index if the role has several pools."""
+        """See `key_of`; for a pool that is in several places, the first."""
         for role, pools in self.roles.items():
             for index, one in enumerate(pools):
                 if one is pool:
-                    return role if len(pools) == 1 else f"{role}.{index}"
+                    return self.key_of(role, index)
         return "decode"
+
+    def key_of(self, role: str, index: int) -> str:
+        """The key of a role's pool in the specification: the role, and the index if the role has several pools."""
+        return role if len(self.roles[role]) == 1 else f"{role}.{index}"
 
     def gpu_of(self, pool: ReplicaPool) -> Gpu:
         """The pool's GPU. Raises `ConfigError` for an unknown name."""

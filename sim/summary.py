@@ -168,10 +168,9 @@ def _usd(record: SimulationRecord, span: float) -> float:
     """Dollars for all replicas while they ran."""
     spec, usd = record.spec, 0.0
     for role, pools in spec.roles.items():
-        if role in record.paid_s:  # it scales, and has one pool
-            usd += record.paid_s[role] / 3600 * spec.usd_of(pools[0])
-        else:
-            usd += sum(pool.replicas * span / 3600 * spec.usd_of(pool) for pool in pools)
+        for index, pool in enumerate(pools):
+            ran_s = record.paid_s.get(spec.key_of(role, index), pool.replicas * span)
+            usd += ran_s / 3600 * spec.usd_of(pool)
     return usd
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -35,9 +36,9 @@ class Timed:
     def cap(self, raw_bytes: int) -> int:
         return self._form.cap(raw_bytes)
 
-    def encode(self, plane: Bytes, itemsize: int) -> bytes | None:
+    def encode(self, plane: Bytes, itemsize: int, shape: Sequence[int] = ()) -> bytes | None:
         self._clock.seconds += plane.size * self.seconds_per_byte
-        return self._form.encode(plane, itemsize)
+        return self._form.encode(plane, itemsize, shape)
 
     def decode(self, coded: memoryview, plane: Bytes, itemsize: int) -> None:
         self._form.decode(coded, plane, itemsize)

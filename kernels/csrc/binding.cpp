@@ -43,6 +43,7 @@ NB_MODULE(_cpu, m) {
   bind_rows(kernels);
   bind_choices(m, kernels);
   bind_programs(m);
+  bind_rans(m);
 }
 
 }  // namespace hack

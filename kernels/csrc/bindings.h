@@ -81,5 +81,6 @@ void bind_pages(nb::class_<Kernels>& kernels);
 void bind_rows(nb::class_<Kernels>& kernels);
 void bind_choices(nb::module_& m, nb::class_<Kernels>& kernels);
 void bind_programs(nb::module_& m);
+void bind_rans(nb::module_& m);
 
 }  // namespace hack

@@ -16,12 +16,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m sim.paper", description=__doc__)
     parser.add_argument("what", nargs="?", choices=("report", "fit"), default="report")
     parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        default=Path("docs/accuracy"),
+        metavar="DIR",
+        help="files of `hackkv eval` for tables 6 and 7; default: %(default)s",
+    )
     args = parser.parse_args(arguments)
     if args.what == "fit":
         print(write_fits().model_dump_json(indent=1))
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "paper.md").write_text("\n".join(report()).rstrip() + "\n", encoding="utf-8")
+    (args.out / "paper.md").write_text("\n".join(report(args.measured)).rstrip() + "\n", encoding="utf-8")
     print(f"wrote {args.out / 'paper.md'}")
     return 0
 

@@ -50,6 +50,8 @@ class Numbers(Frozen):
     parallel: dict[str, dict[str, tuple[int, int]]]
     decode: str
     transfer_share: dict[str, float]
+    transfer_range: tuple[float, float]
+    """Least and largest share of T4, A10G and L4."""
     fig10: Fig10
     fig13: dict[str, tuple[float, float]]
     fig14: Fig14

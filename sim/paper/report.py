@@ -9,24 +9,25 @@ import numpy as np
 
 from sim.paper.engine import good_engine, simulated_jct
 from sim.paper.fit import errors, fits
-from sim.paper.model import Parameters, parts_of, reductions, setup_of, transfer_share
+from sim.paper.losses import accuracy
+from sim.paper.model import Parameters, Setup, parts_of, reductions, setup_of, transfer_share
 from sim.paper.numbers import FITTED, HELD_OUT, METHODS, Numbers, numbers
-from sim.paper.tables import SHORT, accuracy, memory, partitions, span, table
+from sim.paper.tables import SHORT, memory, partitions, span, table
 from sim.spec import Codec
 
 REQUESTS, SEED = 4_000, 1
 
 
-def report() -> Iterator[str]:
-    """The lines of docs/paper.md."""
+def report(measured: Path) -> Iterator[str]:
+    """The lines of docs/paper.md. `measured` is the folder with the files of `hackkv eval`."""
     paper, found = numbers(), fits()
     yield from _head(paper, found.all_cases, found.held_out)
     yield from _reductions(paper, found.all_cases, found.held_out)
     yield from _decomposition(paper, found.all_cases)
     yield from _simulated(paper, found.all_cases)
-    yield from _scaling(paper, found.held_out)
+    yield from _scaling(paper, found.all_cases, found.held_out)
     yield from memory(paper)
-    yield from accuracy(paper)
+    yield from accuracy(paper, measured)
     yield from partitions(paper)
     yield from _good(paper)
     yield from Path(__file__).with_name("contradictions.md").read_text(encoding="utf-8").splitlines()
@@ -155,27 +156,49 @@ def _simulated(paper: Numbers, p: Parameters) -> Iterator[str]:
     yield from table(("case", "method", "formula, s", "simulated, s", "difference"), rows)
 
 
-def _scaling(paper: Numbers, p: Parameters) -> Iterator[str]:
+def _scaling(paper: Numbers, described: Parameters, held: Parameters) -> Iterator[str]:
     at = setup_of(paper.cases["Cocktail"])
     yield "## Figure 14: 1 to 8 prefill replicas for each decode replica"
     yield ""
     yield (
         "The paper's numbers are 1 + 7 c, where c is the transfer's share of JCT at one prefill replica: the "
         "receiver serves its senders one after another, so that a transfer takes eight times as long at p = 8. "
-        "Here c is predicted by the held-out fit, without its queue. JCT at p = 8 stays within a tenth of the "
-        "paper's, but FP16's growth is more than 8 points off."
+        "The text has the two ends only, so only p = 8 can be compared. Here c is predicted by the held-out fit, "
+        "without its queue."
     )
     yield ""
-    rows = []
+    rows, misses = [], []
     for method in METHODS:
-        parts = parts_of(at, method, p)
-        share = parts.transfer / (parts.jct - parts.wait)
+        share, other = (share_alone(at, method, p) for p in (held, described))
         low, high = (paper.fig14.baseline,) * 2 if method == "baseline" else paper.fig14.others
+        own = paper.transfer_range if method == "baseline" else paper.fig10.transfer_left
         told = f"{low:g}" if low == high else span((low, high))
         near = min(max(700 * share, low), high)
         off = (100 + 700 * share) / (100 + near) - 1
-        rows.append((method, told, f"{700 * share:.0f}", f"{100 * share:.1f}", f"{100 * off:+.1f}%"))
-    yield from table(("method", "JCT at p = 8, % more: paper", "7 c", "c, %", "JCT beside the paper's"), rows)
+        misses.append(f"{method} {700 * share - near:+.0f}")
+        rows.append(
+            (
+                *(method, told, f"{700 * share:.0f}", f"{100 * share:.1f}", f"{100 * off:+.1f}%", f"{700 * other:.0f}"),
+                f"{7 * own[0]:.0f}-{7 * own[1]:.0f}",
+            )
+        )
+    head = ("method", "JCT at p = 8, % more: paper", "7 c", "c, %", "JCT beside the paper's", "7 c, all cases")
+    yield from table((*head, "7 c, c as the paper prints it"), rows)
+    yield (
+        f"JCT at p = 8 stays within a tenth of the paper's, but points of growth are missed: {', '.join(misses)}. We "
+        "found no constant behind that. The two fits differ in what sets their load. The held-out fit takes the rate "
+        "of Fig. 1d (0.18 requests/s), the other the transfer shares of Fig. 1a, and FP16 in the paper lies between. "
+        "The last column is the paper's own c: Fig. 1a's 19.1 to 23.5% for FP16, Fig. 10's 1.31 to 5.4% for the "
+        "others. To come within 8 points of FP16's 127, c has to be 17.0 to 19.3%, which of Fig. 1a's range is the "
+        "lowest end. Nothing was changed to come nearer, since this figure is held out."
+    )
+    yield ""
+
+
+def share_alone(at: Setup, method: str, p: Parameters) -> float:
+    """The transfer's share of JCT where nobody waits."""
+    parts = parts_of(at, method, p)
+    return parts.transfer / (parts.jct - parts.wait)
 
 
 GOOD = ("Cocktail", "T4", "L4", "V100", "A100", "Mistral-7B", "arXiv", "IMDb", "HumanEval")

@@ -1,10 +1,8 @@
-"""The paper's tables 5 to 8 and figure 13 beside ours."""
+"""The paper's tables 5 and 8 and figure 13 beside ours."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-
-import numpy as np
 
 from sim.paper.engine import good_engine
 from sim.paper.model import RATIOS, Setup, setup_of
@@ -79,27 +77,6 @@ def memory(paper: Numbers) -> Iterator[str]:
     shown = ", ".join(f"{count:.0f} ({data})" for data, count in counts.items())
     yield f"Those are {shown} requests at once on a replica."
     yield ""
-
-
-def accuracy(paper: Numbers) -> Iterator[str]:
-    """Tables 6 and 7."""
-    yield "## Tables 6 and 7: accuracy"
-    yield ""
-    yield (
-        "Points that methods lose, mean over the paper's models. A simulator cannot say what answers are worth: "
-        "what our codecs cost real models is measured ([accuracy](accuracy.md)), and the paper's form of two "
-        "bits ruins small ones."
-    )
-    yield ""
-    rows = [
-        (name, *(f"{np.mean(losses[data]):.2f}" for data in SHORT))
-        for name, losses in paper.table6.items()
-        if name != "baseline"
-    ]
-    rows.append(
-        ("without requantization elimination (Table 7)", *(f"{-paper.table7[data]:.2f} more" for data in SHORT))
-    )
-    yield from table(("method", *SHORT), rows)
 
 
 def partitions(paper: Numbers) -> Iterator[str]:

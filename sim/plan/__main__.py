@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from hackkv.errors import ConfigError, HackkvError
+from sim.plan.following import FollowedLoad, follow
 from sim.plan.objective import parse
 from sim.plan.report import report
 from sim.plan.screen import demand_of
@@ -80,12 +81,24 @@ def _plan(args: argparse.Namespace, command: str, notes: Console) -> tuple[list[
             demand = demand.at(trials[0].rate)
         else:
             trials = search(spec, demand, args.seed, status.update)
-        lines = list(report(spec, demand, trials, command, args.budget and args.budget / cells))
+        status.update("replicas that follow the load")
+        followed = follow(spec, trials[0], demand, args.seed)
+        lines = list(report(spec, demand, trials, command, args.budget and args.budget / cells, followed))
     return lines, {
         "command": command,
         "rate": demand.rate * cells,
         "cells": cells,
         "plans": [_as_data(t) for t in trials],
+        "following": followed and _following(followed),
+    }
+
+
+def _following(followed: FollowedLoad) -> dict[str, Any]:
+    return {
+        "seconds": followed.seconds,
+        "usd_per_hour": followed.usd_per_hour,
+        "found_s": followed.found,
+        "running": [{"role": role, "rig": str(part.rig), "mean": mean} for role, part, mean in followed.running],
     }
 
 

@@ -14,6 +14,7 @@ from sim.catalogue import Instance
 from sim.costs import CostModel
 from sim.sizes import CodecSizes, sizes_of
 from sim.spec import Codec, ReplicaPool, Spec
+from sim.worth import prompt_s
 
 MOST: Final = 200_000
 """The search gives up beyond this number of replicas."""
@@ -70,9 +71,7 @@ class Rig:
 
     def prompt_s(self, tokens: int) -> float:
         """Seconds to compute a prompt alone."""
-        step = self.pool.chunk_tokens
-        starts = range(0, tokens, step)
-        return sum(self.cost.prefill([(start, min(step, tokens - start))]).seconds for start in starts)
+        return prompt_s(self.cost, tokens, self.pool.chunk_tokens)
 
     def __str__(self) -> str:
         shape = f"TP{self.pool.tp}" + (f" PP{self.pool.pp}" if self.pool.pp > 1 else "")

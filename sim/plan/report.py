@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hackkv.defaults import EXACT_CODEC
 from sim.paper.tables import table
+from sim.plan.following import LOW, FollowedLoad
 from sim.plan.idle import idle
 from sim.plan.parts import Part
 from sim.plan.region import LINKS_GBIT_S, PROMPTS, TIE, region, sensitivity, spread_of, upgrades
@@ -16,13 +17,20 @@ from sim.workload import shape_of
 
 
 def report(
-    spec: Spec, demand: ServiceTarget, trials: list[Trial], command: str, budget: float | None = None
+    spec: Spec,
+    demand: ServiceTarget,
+    trials: list[Trial],
+    command: str,
+    budget: float | None = None,
+    followed: FollowedLoad | None = None,
 ) -> Iterator[str]:
     """The lines of plan.md. `budget` is in dollars per hour for one cell."""
     best = trials[0]
     yield from _head(spec, demand, best, command)
     yield from _kinds(spec, trials)
     yield from _best(best)
+    if followed is not None:
+        yield from _followed(best, followed)
     yield from _idle(spec, demand, best, budget)
     yield from _changes(spec, demand, best)
     yield from _region(spec, demand)
@@ -147,6 +155,21 @@ def _shares(best: Trial) -> Iterator[str]:
         for pool, part in zip(pools, best.candidate.parts, strict=True)
     ]
     yield from table(("role", "replicas", "of the role's tokens", "busy"), rows)
+
+
+def _followed(best: Trial, followed: FollowedLoad) -> Iterator[str]:
+    yield "## When replicas follow the load"
+    yield ""
+    limits = ", ".join(f"{limit}: {seconds:.3g} s" for limit, seconds in followed.found.items())
+    yield (
+        f"The counts are for {best.rate:.4g} requests/s. Here the load rises from {LOW:.0%} of that to all of it in "
+        f"{followed.seconds / 60:.0f} minutes, and replicas start as `scale` says, the kind of least cost per goodput "
+        f"first. What runs costs ${followed.usd_per_hour:,.2f}/h in the mean, {followed.usd_per_hour / best.usd:.0%} "
+        f"of all. {limits}."
+    )
+    yield ""
+    rows = ((role, str(part), f"{count:.1f}") for role, part, count in followed.running)
+    yield from table(("role", "replicas, in the order in which they start", "running in the mean"), rows)
 
 
 def _idle(spec: Spec, demand: ServiceTarget, best: Trial, budget: float | None) -> Iterator[str]:

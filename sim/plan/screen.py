@@ -27,6 +27,7 @@ from sim.plan.objective import Limit, tightest
 from sim.plan.parts import MOST, ClusterCandidate, Part, Rig
 from sim.spec import Codec, ReplicaPool, Spec
 from sim.workload import shape_of
+from sim.worth import largest_batch
 
 RHO: Final = 0.85
 LINE: Final = 0.7
@@ -163,13 +164,7 @@ def best_batch(rig: Rig, demand: ServiceTarget, beside_s: float = 0.0) -> tuple[
     def step_s(batch: int) -> float:
         return rig.cost.decode(batch).seconds(round(batch * context), 1) + beside_s
 
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if step_s(middle) <= limit:
-            low = middle
-        else:
-            high = middle - 1
+    low = largest_batch(step_s, most, limit)
     word = "memory's rate in decode" if low < most else "room for KV" if most == by_memory else "size of a batch"
     return low, step_s(low) if low else 0.0, word
 

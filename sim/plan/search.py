@@ -59,9 +59,10 @@ class Trial:
 
 
 def spec_of(spec: Spec, candidate: ClusterCandidate, rate: float, requests: int) -> Spec:
-    """The candidate as a specification to simulate."""
+    """The candidate as a specification to simulate. All replicas run all the time, since a plan is for the largest
+    load (`sim.plan.following` has `scale`)."""
     roles = [
-        tuple(part.rig.pool.model_copy(update={"replicas": part.count}) for part in parts)
+        tuple(part.rig.pool.model_copy(update={"replicas": part.count, "scale": None}) for part in parts)
         for parts in (candidate.prefill, candidate.decode)
     ]
     load = spec.load.model_copy(update={"rate": rate, "requests": requests, "concurrency": 0, "ramp_to": 0.0})

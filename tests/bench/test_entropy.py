@@ -9,18 +9,22 @@ import torch
 from hack_kernels.delta_format import GROUP_ROWS
 
 from bench.entropy import (
+    FORMS,
     FRAME_PAGES,
     KINDS,
     bits_by_channel,
     bits_by_layer,
     deltas_of_codes,
     entropy_bits,
+    frames,
     group_format,
     measured,
+    spent,
     values,
     wire_bits,
 )
 from bench.rooms import PAGE
+from hackkv.wire_form import wire_form
 
 PAGES, HEADS, DIM = FRAME_PAGES + 1, 2, 32
 
@@ -71,3 +75,13 @@ def test_what_does_not_shrink_counts_as_it_rests() -> None:
     noise = torch.randint(0, 256, (PAGES, HEADS, 16, DIM), generator=torch.Generator().manual_seed(2)).to(torch.uint8)
     assert wire_bits({"noise": noise}) == 8 * noise.nbytes
     assert wire_bits({"zeros": torch.zeros_like(noise)}) < math.ceil(noise.nbytes / 10)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_that_codes_is_measured(form: str) -> None:
+    (_, planes), _ = values("k", 20, rows())
+    cut = list(frames(planes))
+    packed, size, encode_s, decode_s = spent(wire_form(form), cut)
+    assert packed == sum(plane.nbytes for part in cut for plane in part.values())
+    assert 0 < size < packed
+    assert encode_s >= 0 <= decode_s

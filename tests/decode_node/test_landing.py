@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ class GatedForm:
     def cap(self, raw_bytes: int) -> int:
         return raw_bytes
 
-    def encode(self, plane: Bytes, itemsize: int) -> bytes | None:
+    def encode(self, plane: Bytes, itemsize: int, shape: Sequence[int] = ()) -> bytes | None:
         return plane.tobytes()
 
     def decode(self, coded: memoryview, plane: Bytes, itemsize: int) -> None:

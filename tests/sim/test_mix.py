@@ -61,10 +61,12 @@ def test_one_pool_and_a_list_of_one_are_the_same() -> None:
     assert Spec.model_validate(one.model_dump()) == one
 
 
-def test_a_role_of_several_kinds_does_not_scale() -> None:
-    scaled = A10G.model_copy(update={"scale": Scale(up_at=2, down_at=1)})
-    with pytest.raises(ValidationError, match="prefill: a role with several kinds of replicas"):
-        small(prefill=[scaled, L4])
+def test_kinds_of_a_role_follow_one_load() -> None:
+    first, second = (
+        kind.model_copy(update={"scale": Scale(up_at=up_at, down_at=1)}) for kind, up_at in ((A10G, 2), (L4, 3))
+    )
+    with pytest.raises(ValidationError, match="prefill: kinds that scale differ in up_at"):
+        small(prefill=[first, second])
 
 
 def test_prices_of_all_kinds_sum_up() -> None:

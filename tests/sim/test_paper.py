@@ -7,10 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hackkv.errors import ConfigError
+from measure.accuracy.variants import VARIANTS
 from sim.paper.engine import good_engine, simulated_jct
 from sim.paper.fit import BOUNDS, errors, fits
+from sim.paper.losses import SAME_MEASURE, TABLE6, TABLE7, accuracy
 from sim.paper.model import Parameters, erlang_wait, parts_of, reductions, setup_of
 from sim.paper.numbers import FITTED, HELD_OUT, METHODS, numbers
+from sim.paper.report import share_alone
 from sim.paper.tables import table
 from sim.spec import Codec
 
@@ -68,10 +72,18 @@ def test_orders_that_the_held_out_fit_predicts() -> None:
 def test_scaling_is_within_a_tenth_of_figure_14() -> None:
     at, p = setup_of(PAPER.cases["Cocktail"]), fits().held_out
     for method in METHODS:
-        parts = parts_of(at, method, p)
-        grown = 1 + 7 * parts.transfer / (parts.jct - parts.wait)
+        grown = 1 + 7 * share_alone(at, method, p)
         low, high = (PAPER.fig14.baseline,) * 2 if method == "baseline" else PAPER.fig14.others
         assert 0.9 * (1 + low / 100) <= grown <= 1.1 * (1 + high / 100)
+
+
+def test_figure_14_lies_between_the_two_loads_that_the_paper_names() -> None:
+    """The rate of Fig. 1d and the shares of Fig. 1a exclude each other; so no fit is near to FP16's growth."""
+    at = setup_of(PAPER.cases["Cocktail"])
+    by_rate, by_share = (700 * share_alone(at, "baseline", p) for p in (fits().held_out, fits().all_cases))
+    assert by_rate + 8 < PAPER.fig14.baseline < by_share - 8
+    low, high = PAPER.transfer_range
+    assert 7 * low - 8 < PAPER.fig14.baseline < 7 * low < 7 * high
 
 
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.5), (1, 0.9), (4, 0.7)])
@@ -121,3 +133,31 @@ def test_the_page_is_the_one_that_the_command_writes() -> None:
         )
     )
     assert rows in page
+
+
+ACCURACY = Path("docs/accuracy")
+
+
+def test_tables_6_and_7_on_the_page_are_those_that_the_command_writes() -> None:
+    assert "\n".join(accuracy(PAPER, ACCURACY)) in Path("docs/paper.md").read_text()
+
+
+def test_every_method_of_table_6_has_a_row_of_ours() -> None:
+    assert set(TABLE6) == set(PAPER.table6)
+    assert {*TABLE6.values(), *TABLE7, *TABLE7.values()} <= {row.name for row in VARIANTS}
+    assert set(SAME_MEASURE) < set(PAPER.table7)
+
+
+def test_losses_are_the_numbers_of_the_accuracy_page() -> None:
+    """docs/accuracy.md has changes, docs/paper.md losses."""
+    page, lines = Path("docs/accuracy.md").read_text(), "\n".join(accuracy(PAPER, ACCURACY))
+    assert "RQE off, the paper's way (`hack-paper-no-rqe` against `hack-paper`)" in page
+    assert "restating -3.8 points [-7.6, -0.3]; code -0.5 points [-6.0, +4.7]" in page
+    assert "| `hack-paper-no-rqe` against `hack-paper` | - | 0.5 [-4.7, 6.0] | 3.8 [0.3, 7.6] | - |" in lines
+    assert "restating -59.6 points [-75.1, -43.0]; code -1.0 points [-6.6, +4.3]" in page
+    assert "| HACK 64 | `hack-paper` | 1.28 | 59.6 [43.0, 75.1] | 1.32 | 1.0 [-4.3, 6.6] |" in lines
+
+
+def test_accuracy_without_measurements_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no file of the row fp16"):
+        list(accuracy(PAPER, tmp_path))

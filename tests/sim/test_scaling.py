@@ -20,39 +20,52 @@ from tests.sim.test_cluster import check_books
 SCALE = Scale(up_at=10.0, down_at=2.0, start_s=30.0, down_after_s=300.0)
 
 
+def wanted(scaler: Scaler, running: int, load: float, now: float, most: int = 8) -> int:
+    """How many of `most` equal replicas should run."""
+    return max(SCALE.least, running + scaler.change(running, [1.0] * (most - running), load, now))
+
+
 @pytest.mark.parametrize(
-    ("running", "load", "wanted"), [(1, 10.0, 1), (1, 10.1, 2), (2, 25.0, 5), (4, 100.0, 8), (3, 5.0, 3), (3, 2.0, 3)]
+    ("running", "load", "then"), [(1, 10.0, 1), (1, 10.1, 2), (2, 25.0, 5), (4, 100.0, 8), (3, 5.0, 3), (3, 2.0, 3)]
 )
-def test_up_at_once_by_as_many_as_it_takes(running: int, load: float, wanted: int) -> None:
-    assert Scaler(SCALE, 8).wanted(running, load, 0.0) == wanted
+def test_up_at_once_by_as_many_as_it_takes(running: int, load: float, then: int) -> None:
+    assert wanted(Scaler(SCALE), running, load, 0.0) == then
+
+
+@pytest.mark.parametrize(
+    ("spare", "count"), [([4.0, 1.0], 1), ([1.0, 1.0, 4.0], 3), ([1.0, 1.0, 1.0, 1.0, 1.0], 4), ([1.0], 1), ([], 0)]
+)
+def test_fast_replicas_count_for_more(spare: list[float], count: int) -> None:
+    """Replicas that serve 2 requests/s have three times the load that they should have, so 4 are missing."""
+    assert Scaler(SCALE).change(2.0, spare, 30.0, 0.0) == count
 
 
 def test_down_one_by_one_after_a_long_quiet() -> None:
-    scaler, running, left = Scaler(SCALE, 8), 3, []
+    scaler, running, left = Scaler(SCALE), 3, []
     for second in range(0, 600, 15):
-        wanted = scaler.wanted(running, 0.0, float(second))
-        if wanted < running:
+        then = wanted(scaler, running, 0.0, float(second))
+        if then < running:
             left.append(second)
-        running = wanted
+        running = then
     assert left == [300, 300 + STEP_DOWN_S]
     assert running == SCALE.least
 
 
 def test_a_busy_moment_starts_the_quiet_anew() -> None:
-    scaler = Scaler(SCALE, 8)
-    assert [scaler.wanted(3, load, at) for at, load in ((0.0, 0.0), (299.0, 5.0), (301.0, 0.0), (600.0, 0.0))] == [
-        3
-    ] * 4
-    assert scaler.wanted(3, 0.0, 601.0) == 2
+    scaler = Scaler(SCALE)
+    loads = ((0.0, 0.0), (299.0, 5.0), (301.0, 0.0), (600.0, 0.0))
+    assert [wanted(scaler, 3, load, at) for at, load in loads] == [3] * 4
+    assert wanted(scaler, 3, 0.0, 601.0) == 2
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 400)), max_size=60), st.integers(1, 20))
-def test_never_less_than_the_least_nor_more_than_the_most(steps: list[tuple[float, float]], most: int) -> None:
-    scaler, running, now = Scaler(SCALE, most), 1, 0.0
+def test_never_more_than_the_most_and_down_by_one(steps: list[tuple[float, float]], most: int) -> None:
+    scaler, running, now = Scaler(SCALE), 1, 0.0
     for load, later in steps:
         now += later
-        running = scaler.wanted(running, load, now)
-        assert SCALE.least <= running <= most
+        then = wanted(scaler, running, load, now, most)
+        assert max(SCALE.least, running - 1) <= then <= most
+        running = then
 
 
 def scaled() -> Spec:
