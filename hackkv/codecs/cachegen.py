@@ -15,8 +15,8 @@ measured and left out: they take more bits than codes (docs/codecs.md).
 
 Differences from the paper: Zstandard takes the place of arithmetic coding, whose tables weigh 2 bits an element on
 chunks of 256 tokens. `wire_form: rans` comes nearer to the entropy, with 16 tables a plane that travel with it and that
-channels share; it encodes more slowly (docs/codecs.md). Bins of deltas are those that the authors' code has for values; the
-paper's are 0.5, 1 and 1.5 by thirds of the layers, in a unit that it does not name. Groups end with their page.
+channels share; it encodes more slowly (docs/codecs.md). Bins of deltas are those that the authors' code has for values;
+the paper's are 0.5, 1 and 1.5 by thirds of the layers, in a unit that it does not name. Groups end with their page.
 """
 
 from __future__ import annotations
