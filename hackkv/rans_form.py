@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from hack_kernels.base import BackendUnavailable
-from hack_kernels.cpu.extension import compiled
+from hack_kernels.rans import RansCoder, rans_coder
 
 from hackkv.wire_form import Bytes, WireForm
 
@@ -36,7 +36,7 @@ class RansForm:
     name = "rans"
     method = 2
 
-    def __init__(self, coder: Any) -> None:
+    def __init__(self, coder: RansCoder) -> None:
         self._coder = coder
 
     def cap(self, raw_bytes: int) -> int:
@@ -48,7 +48,7 @@ class RansForm:
         low = plane[0::2].tobytes() if itemsize == SPLIT_ITEMSIZE else b""
         content = np.ascontiguousarray(plane[1::2]) if itemsize == SPLIT_ITEMSIZE else plane
         most = self.cap(plane.size) - len(low)
-        coded: bytes | None = self._coder.rans_encode(content, *self._grid(shape, content.size), max(0, most))
+        coded = self._coder.rans_encode(content, *self._grid(shape, content.size), max(0, most))
         return None if coded is None else coded + low
 
     def decode(self, coded: memoryview, plane: Bytes, itemsize: int) -> None:
@@ -80,6 +80,6 @@ class RansForm:
 def create() -> WireForm:
     """The form `rans`, for `WIRE_FORMS`."""
     try:
-        return RansForm(compiled())
+        return RansForm(rans_coder())
     except BackendUnavailable as error:
         raise ImportError(str(error)) from error

@@ -288,8 +288,9 @@ async def test_the_sender_chooses_the_wire_form(wire: Loopback, here: str, sent:
 @pytest.mark.parametrize("sent", [name for name in FORMS if name != "raw"])
 async def test_a_form_that_the_handshake_did_not_name_is_refused(wire: Loopback, sent: str) -> None:
     async with Decode(wire) as node:
-        reservation, items = node.reserve(), planned(node.worker, form=wire_form(sent))
-        with pytest.raises(FrameRefused, match="is coded by method 1, agreed is raw") as caught:
+        form = wire_form(sent)
+        reservation, items = node.reserve(), planned(node.worker, form=form)
+        with pytest.raises(FrameRefused, match=f"is coded by method {form.method}, agreed is raw") as caught:
             await node.sender.push(node.address, with_field(node.handoff, WIRE_FORM, "raw"), send(items))
         assert caught.value.reason == "method"
         node.inbox.close(reservation)
