@@ -16,13 +16,12 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
@@ -94,8 +93,8 @@ async def measure(model: str) -> dict[tuple[int, int], list[Times]]:
     async with AsyncExitStack() as stack:
         for shares in divisions():
             plan = plan_of({"path": model}, f"{DEFAULT_CODEC},allow_loss", (NODES, NODES), {"listen": {"port": 0}})
-            settings: list[Mapping[str, Any]] = [{"model": {"threads": threads}} for threads in shares]
-            plan = replace(plan, prefill=dict(settings[0]), decode=dict(settings[1]))
+            prefill, decode = ({"model": {"threads": threads}} for threads in shares)
+            plan = replace(plan, prefill=prefill, decode=decode)
             cluster = await stack.enter_async_context(running(plan, lambda _: None))
             clients[shares] = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=cluster.url, timeout=TIMEOUT_S)

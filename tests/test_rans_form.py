@@ -59,6 +59,18 @@ def test_channels_may_change_after_some_pages() -> None:
     assert len(made) < 0.3 * plane.size
 
 
+def test_counts_of_a_large_plane_do_not_overflow() -> None:
+    """One column is noise and the other is constant, so the constant one's table has none of the noise's symbols."""
+    plane = np.zeros((1, 1, 1 << 19, 2), dtype=np.uint8)
+    plane[..., 0] = np.random.default_rng(1).integers(0, 256, plane.shape[:-1])
+    made = wire_form("rans").encode(plane.reshape(-1), 1, plane.shape)
+    assert made is not None
+    assert len(made) < 0.51 * plane.size
+    found = np.empty_like(plane.reshape(-1))
+    wire_form("rans").decode(memoryview(made), found, 1)
+    assert np.array_equal(found, plane.reshape(-1))
+
+
 def test_a_plane_of_one_value_takes_little_more_than_a_table_and_states() -> None:
     assert len(coded(np.full(4096, 7, dtype=np.uint8))) < 80
 

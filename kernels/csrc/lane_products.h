@@ -73,8 +73,8 @@ template <class Unit, int NI, int NV, bool adds>
   for (int first = 0; first < n; first += NI) {
     auto* to = static_cast<std::uint32_t*>(out) + std::size_t(first) * NV * kLanes;
     typename Unit::Sum sums[NI][NV];
-    unrolled<NI * NV>([&](auto i) { sums[i / NV][i % NV] = adds ? Unit::load(to + i * kLanes) : Unit::zero(); });
     if constexpr (Unit::kRun == 0) {
+      unrolled<NI * NV>([&](auto i) { sums[i / NV][i % NV] = adds ? Unit::load(to + i * kLanes) : Unit::zero(); });
       add_lane_products<Unit, NI, NV>(a, first, count, vectors, sums);
       unrolled<NI * NV>([&](auto i) { Unit::store(to + i * kLanes, sums[i / NV][i % NV]); });
     } else {

@@ -13,9 +13,10 @@ void refuse(const std::string& what) { throw std::invalid_argument("rans: " + wh
 namespace {
 
 constexpr std::size_t kTries[] = {1, 16};  // numbers of tables
-constexpr std::size_t kMostOfBytes = 1;       // tables of bytes are large
+constexpr std::size_t kMostOfBytes = 1;    // tables of bytes are large
 constexpr int kRounds = 2;
-constexpr int kLog = 8;  // fraction bits of a logarithm
+constexpr int kLog = 8;         // fraction bits of a logarithm
+constexpr int kCountBits = 13;  // a count below 2^13 times a cost below 2^14, 16 times, fits into 31 bits
 
 // log2 of 1..4095 in steps of 2^-kLog, from integers alone: libraries differ in the last bit.
 const std::array<std::uint16_t, 4096> kLogs = [] {
@@ -103,7 +104,7 @@ class Clusters {
   Clusters(const Counts& counts, std::size_t tables) : counts_(counts), of_(counts.columns) {
     std::uint32_t most = 1;
     for (const std::uint32_t count : counts.of) most = std::max(most, count);
-    const int shift = std::max(0, int(std::bit_width(most)) - 15);
+    const int shift = std::max(0, int(std::bit_width(most)) - kCountBits);
     small_.resize(counts.of.size());
     for (std::size_t at = 0; at < small_.size(); ++at) small_[at] = std::int16_t(counts.of[at] >> shift);
     best_.assign(counts.columns, std::numeric_limits<std::int64_t>::max());
@@ -214,7 +215,7 @@ class Clusters {
   }
 
   const Counts& counts_;
-  std::vector<std::int16_t> small_;  // counts that fit into 15 bits
+  std::vector<std::int16_t> small_;  // counts in kCountBits
   std::vector<std::uint8_t> of_;
   std::vector<std::int64_t> best_, own_;
   std::vector<std::vector<std::uint64_t>> sums_;

@@ -42,7 +42,7 @@ template <class S, Dtype dtype, int lanes = kLanes>
   return dtype == Dtype::kHalf ? S::load_half(values) : S::load_bfloat(values);
 }
 
-// Vectors are passed in memory, so what is inlined is stored from registers.
+// Inlined, since a call would pass the vector in memory.
 template <class S, Dtype dtype>
 [[gnu::always_inline]] inline void store_lanes(std::byte* row, int at, int n, typename S::F lanes) {
   if (n - at < kLanes) return store_last_lanes<S, dtype>(row, at, n, lanes);

@@ -1,8 +1,7 @@
 // How fast AVX2 can multiply codes: `vpmaddubsw` alone, with the additions of its 16-bit sums, with the loads that a
 // prompt's product makes, and beside FP32. Prints 10^9 products of two bytes a second on one thread, and the share of
 // what the instruction reaches alone. Run by units.sh.
-#include <chrono>
-#include <cstdio>
+#include "units.h"
 
 namespace {
 
@@ -36,28 +35,12 @@ KERNEL(added, EIGHT(ADDED))
 KERNEL(loaded, LOADS EIGHT(ADDED))
 KERNEL(with_fma, EIGHT(BESIDE))
 
-double products_per_second(void (*kernel)(const void*)) {
-  alignas(64) static const unsigned char line[192] = {};
-  double best = 1e9;
-  for (int i = 0; i < 400; ++i) {
-    const auto began = std::chrono::steady_clock::now();
-    kernel(line);
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
-    best = took.count() < best ? took.count() : best;
-  }
-  return kProducts / best;
-}
-
 }  // namespace
 
 int main() {
-  const double peak = products_per_second(alone);
-  const auto print = [&](const char* what, void (*kernel)(const void*)) {
-    const double speed = products_per_second(kernel);
-    std::printf("%-52s %4.0f G/s  %3.0f%%\n", what, speed / 1e9, 100 * speed / peak);
-  };
-  print("8 vpmaddubsw", alone);
-  print("each with a vpaddw", added);
-  print("and 6 loads: the step of a product with 4 rows", loaded);
-  print("each with a vfmadd231ps instead", with_fma);
+  const units::Speeds speeds(kProducts, alone);
+  speeds.print("8 vpmaddubsw", alone);
+  speeds.print("each with a vpaddw", added);
+  speeds.print("and 6 loads: the step of a product with 4 rows", loaded);
+  speeds.print("each with a vfmadd231ps instead", with_fma);
 }

@@ -2,8 +2,7 @@
 // it: 16 independent products, alone and with four of each other kind among
 // them. Prints 10^9 products of two bytes a second on one thread, and the share
 // of what they reach alone. AVX-512 VNNI and GFNI; run by units.sh.
-#include <chrono>
-#include <cstdio>
+#include "units.h"
 
 namespace {
 
@@ -46,18 +45,6 @@ KERNEL(with_add, ADD)
 KERNEL(with_convert, CONVERT)
 KERNEL(with_scale, SCALE)
 
-double products_per_second(void (*kernel)(const void*)) {
-  alignas(64) static const unsigned char line[64] = {};
-  double best = 1e9;
-  for (int i = 0; i < 200; ++i) {
-    const auto began = std::chrono::steady_clock::now();
-    kernel(line);
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
-    best = took.count() < best ? took.count() : best;
-  }
-  return kProducts / best;
-}
-
 }  // namespace
 
 int main() {
@@ -65,16 +52,12 @@ int main() {
       "vpxord %%zmm28, %%zmm28, %%zmm28\nvpxord %%zmm29, %%zmm29, %%zmm29\n"
       "vpxord %%zmm30, %%zmm30, %%zmm30\nvpxord %%zmm31, %%zmm31, %%zmm31\n" ::
           : "xmm28", "xmm29", "xmm30", "xmm31");
-  const double peak = products_per_second(alone);
-  const auto print = [&](const char* what, void (*kernel)(const void*)) {
-    const double speed = products_per_second(kernel);
-    std::printf("%-44s %4.0f G/s  %3.0f%%\n", what, speed / 1e9, 100 * speed / peak);
-  };
-  print("16 vpdpbusd", alone);
-  print("with 4 each of vpsrlw, vpandd, vpbroadcastd", with_unpack);
-  print("with 4 vgf2p8affineqb", with_affine);
-  print("with 4 vfmadd231ps", with_fma);
-  print("with 4 vaddps", with_add);
-  print("with 4 vcvtdq2ps", with_convert);
-  print("with 4 vscalefps", with_scale);
+  const units::Speeds speeds(kProducts, alone);
+  speeds.print("16 vpdpbusd", alone);
+  speeds.print("with 4 each of vpsrlw, vpandd, vpbroadcastd", with_unpack);
+  speeds.print("with 4 vgf2p8affineqb", with_affine);
+  speeds.print("with 4 vfmadd231ps", with_fma);
+  speeds.print("with 4 vaddps", with_add);
+  speeds.print("with 4 vcvtdq2ps", with_convert);
+  speeds.print("with 4 vscalefps", with_scale);
 }
