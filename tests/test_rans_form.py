@@ -59,8 +59,8 @@ def test_channels_may_change_after_some_pages() -> None:
     assert len(made) < 0.3 * plane.size
 
 
-def test_counts_of_a_large_plane_do_not_overflow() -> None:
-    """One column is noise and the other is constant, so the constant one's table has none of the noise's symbols."""
+def test_a_constant_channel_beside_noise_takes_next_to_nothing() -> None:
+    """Half of the plane is noise. The constant channel's table has none of the noise's symbols."""
     plane = np.zeros((1, 1, 1 << 19, 2), dtype=np.uint8)
     plane[..., 0] = np.random.default_rng(1).integers(0, 256, plane.shape[:-1])
     made = wire_form("rans").encode(plane.reshape(-1), 1, plane.shape)
