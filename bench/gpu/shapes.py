@@ -27,7 +27,10 @@ from hack_kernels.triton.backend import Prefill, TritonBackend
 from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import page_layout
+from hack_kernels.triton.level_decode import level_decode_launch
+from hack_kernels.triton.level_layout import level_layout
 from hack_kernels.triton.rows import rows_launch
+from hack_kernels.window import Window
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -37,6 +40,8 @@ from lab.gpu.dequantize import dequantize_launch
 
 FORMAT = HackFormat(128, 64)
 PI, D = FORMAT.page_tokens, FORMAT.head_dim
+LEVELS: Final = LevelFormat(D, PI, 3, 2, Window(1, 2))
+"""The pages of `rot-k3v2`."""
 SDPA = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
@@ -101,6 +106,10 @@ def decode_row(tokens: int, batch: int, kv_heads: int, group: int, backend: Trit
         "compute only": measure(decode_launch(FORMAT, pool, resident, q, out, workspace).run, device, cold=False),
         "dequantize": measure(dequantize_launch(FORMAT, pool, spans, q, out, workspace).run, device),
     }
+    rotated = new_pool(LEVELS, kernels_of(backend, LEVELS), device, each * batch, batch, range(kv_heads))
+    randomize(rotated.planes | {"k": rotated.open_k, "v": rotated.open_v})
+    us["rot-k3v2"] = measure(level_decode_launch(LEVELS, rotated, spans, q, out, workspace).run, device)
+    del rotated
     query = q.view(batch, kv_heads, group, D)
     k, v = (torch.randn(batch, kv_heads, tokens, D, device=device, dtype=torch.bfloat16) for _ in "kv")
     best, notes = best_sdpa(
@@ -219,4 +228,5 @@ def randomize(pages: Planes) -> None:
 
 def decode_bytes(tokens: int, batch: int, kv_heads: int) -> int:
     """Bytes of device memory that `decode_row` takes, BF16 rivals included."""
-    return tokens * batch * kv_heads * (4 * D + 2 * page_layout(FORMAT).nbytes // PI)
+    records = 2 * page_layout(FORMAT).nbytes + level_layout(LEVELS).nbytes
+    return tokens * batch * kv_heads * (4 * D + records // PI)

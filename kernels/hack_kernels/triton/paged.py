@@ -27,7 +27,7 @@ from hack_kernels.triton.split import (
     partial_of,
     sequence_of,
 )
-from hack_kernels.triton.tiles import doubled
+from hack_kernels.triton.tiles import doubled, prefetch
 
 WARPS: Final = 4
 """Pages that a program reads at once, each by one warp."""
@@ -207,6 +207,8 @@ def decode_kernel(
             place = page * page_stride
             valid = i + warp < last
             page = tl.load(entry + tl.minimum(i + W + warp, last - 1))
+            if BATCH > 1:
+                prefetch(keys + page * page_stride, LAYOUT.nbytes, W)
             state = ADD(state, keys + place, values + place, valid, query, LAYOUT, W, N)
         if until == end:
             own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (EXACT * PI * D)

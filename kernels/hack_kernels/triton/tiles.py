@@ -14,6 +14,8 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BEYOND_HALF = tl.constexpr(65520.0)
 """The smallest number that FP16 rounds to infinity."""
+LINE = tl.constexpr(128)
+"""Bytes of a line of the caches."""
 
 
 @triton.jit
@@ -25,6 +27,24 @@ def rounded(x, DTYPE: tl.constexpr):
         nearest = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)  # NaN stays NaN
         return (nearest >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(DTYPE)
+
+
+@triton.jit
+def prefetch(start, NBYTES: tl.constexpr, W: tl.constexpr):
+    """Ask that NBYTES bytes from each of `start` [W] on be brought to the second-level cache. Nothing waits for it."""
+    if not INTERPRETED:
+        LINES: tl.constexpr = (NBYTES + LINE - 1) // LINE
+        first = start.to(tl.int64, bitcast=True)[:, None]
+        for begin in tl.static_range(0, LINES, 32):
+            line = tl.minimum(begin + tl.arange(0, 32), LINES - 1)[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [first + line * LINE],
+                tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @triton.jit
@@ -158,11 +178,17 @@ def load_meta(meta, row, first_unit, seen):
 
 
 @triton.jit
-def store_meta(meta, row, first_unit, scale, minimum, seen):
-    """Scale and minimum FP16 of rows."""
-    at = meta.to(tl.pointer_type(tl.float16), bitcast=True) + 2 * unit_place(row, first_unit)
-    tl.store(at, scale, mask=seen)
-    tl.store(at + 1, minimum, mask=seen)
+def meta_word(scale, low):
+    """Scale FP16 and minimum FP32 of rows as they rest, INT32."""
+    minimum = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (minimum << 16)
+
+
+@triton.jit
+def store_meta(meta, row, first_unit, words, seen):
+    """Scales and minima of rows, as `meta_word`."""
+    at = meta.to(tl.pointer_type(tl.int32), bitcast=True) + unit_place(row, first_unit)
+    tl.store(at, words, mask=seen)
 
 
 @triton.jit
