@@ -71,8 +71,8 @@ def _seal_k(rows, record, token_stride, start, head, layer, seed, LAYOUT: tl.con
     for step in tl.static_range(STEPS):
         packed = tl.zeros((ROWS, COLUMNS), tl.int32)
         for shared in tl.static_range(SHARING):
-            partition = step * SHARING + shared
-            if partition < LAYOUT.groups:
+            if step * SHARING + shared < LAYOUT.groups:
+                partition = step * SHARING + shared
                 x = loaded[step * SHARING + shared].to(tl.float32)
                 low, high = extremes(x, seen)
                 scale = scale_of(low, high, TILE.levels)
