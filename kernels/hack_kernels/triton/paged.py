@@ -207,8 +207,8 @@ def decode_kernel(
             place = page * page_stride
             valid = i + warp < last
             page = tl.load(entry + tl.minimum(i + W + warp, last - 1))
-            if BATCH > 1:
-                prefetch(keys + page * page_stride, LAYOUT.nbytes, W)
+            if BATCH > 1:  # a sequence alone was slower with it on an H200
+                prefetch(keys + page * page_stride, LAYOUT.nbytes)
             state = ADD(state, keys + place, values + place, valid, query, LAYOUT, W, N)
         if until == end:
             own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (EXACT * PI * D)
@@ -234,6 +234,10 @@ class PoolLayout(Protocol):
     @property
     def page_tokens(self) -> int:
         """Π."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a page of one KV head, K and V together."""
 
     @property
     def head_stride(self) -> int:

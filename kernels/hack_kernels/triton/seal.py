@@ -91,16 +91,11 @@ def _seal_k(rows, record, token_stride, start, head, layer, seed, LAYOUT: tl.con
 
 @triton.jit
 def field_by_field(x):
-    """A tuple over fields of [R] -> [R · fields], the fields of a row side by side."""
-    if len(x) == 1:
-        joined = x[0]
-    elif len(x) == 2:
+    """A tuple over two or four fields of [R] -> [R · fields], the fields of a row side by side."""
+    if len(x) == 2:
         joined = tl.join(x[0], x[1])
-    elif len(x) == 4:
-        joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
     else:
-        even = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
-        joined = tl.join(even, tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7])))
+        joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
     return tl.reshape(joined, (x[0].shape[0] * len(x),))
 
 

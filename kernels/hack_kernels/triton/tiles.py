@@ -30,8 +30,8 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def prefetch(start, NBYTES: tl.constexpr, W: tl.constexpr):
-    """Ask that NBYTES bytes from each of `start` [W] on be brought to the second-level cache. Nothing waits for it."""
+def prefetch(start, NBYTES: tl.constexpr):
+    """Ask that NBYTES bytes from each of `start` [W] on come to the second-level cache. Nothing waits for them."""
     if not INTERPRETED:
         LINES: tl.constexpr = (NBYTES + LINE - 1) // LINE
         first = start.to(tl.int64, bitcast=True)[:, None]
