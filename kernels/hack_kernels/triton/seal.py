@@ -92,10 +92,7 @@ def _seal_k(rows, record, token_stride, start, head, layer, seed, LAYOUT: tl.con
 @triton.jit
 def field_by_field(x):
     """A tuple over two or four fields of [R] -> [R · fields], the fields of a row side by side."""
-    if len(x) == 2:
-        joined = tl.join(x[0], x[1])
-    else:
-        joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
+    joined = tl.join(x[0], x[1]) if len(x) == 2 else tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
     return tl.reshape(joined, (x[0].shape[0] * len(x),))
 
 
