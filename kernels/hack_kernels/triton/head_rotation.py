@@ -1,12 +1,13 @@
 """Rotation of heads in one launch, `rotate_heads` and `rotate_rows` of `RowKernels`, for codecs `rot-*`.
 
-Arithmetic is FP32 with sums in one order, so that a row does not depend on the rows beside it. A decode step has few
-rows and waits for memory, so a program loads all of its matrix before it multiplies.
+A row does not depend on the rows beside it: every launch has the same tile and adds up in the same order. Products
+are TF32 in three parts, which is as exact as FP32 and runs on the matrix unit. A decode step has few rows and waits for
+memory, so a program loads all of its matrix before it multiplies.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
@@ -15,25 +16,16 @@ from torch import Tensor
 
 from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.split import LARGE_BATCH
 from hack_kernels.triton.tiles import BEYOND_HALF, rounded
 
-MANY: Final = LARGE_BATCH + 1
-"""From this number of rows on, the rows are a prompt's, and multiplications take the time of their rotation."""
-
-
-class Tile(NamedTuple):
-    """The outputs of one program. The order of a sum does not depend on the tile."""
-
-    rows: int
-    channels: int
-    warps: int
-
-
-FEW_ROWS: Final = Tile(16, 32, 2)
-MANY_ROWS: Final = Tile(64, 64, 4)
+ROWS: Final = 32
+"""Pairs of row and head in a program. With 64, Triton takes Hopper's product of whole warp groups, whose sums have an
+order of their own."""
+CHANNELS: Final = 64
+"""Outputs of a pair in a program."""
+WARPS: Final = 4
 STEP = tl.constexpr(16)
-"""Channels that are added up at once. More would not fit the registers of a product."""
+"""Channels that are added up at once."""
 
 
 @triton.jit
@@ -76,7 +68,7 @@ def rotated_rows(x, seen, matrix, D: tl.constexpr, ROWS: tl.constexpr, CHANNELS:
         columns = columns + (tl.load(matrix + channel * D + i[:, None], mask=inside, other=0.0),)
     rotated = tl.zeros((ROWS, CHANNELS), tl.float32)
     for step in tl.static_range(D // STEP):
-        rotated = tl.dot(widened(parts[step], NARROW), columns[step], rotated, input_precision="ieee")
+        rotated = tl.dot(widened(parts[step], NARROW), columns[step], rotated, input_precision="tf32x3")
     return rotated
 
 
@@ -209,7 +201,6 @@ class RotatedHeads:
 def rotation_launch(x: Tensor, matrices: Tensor, shift: Tensor | None, out: Tensor) -> Launch:
     """The launch that writes `out`, which is contiguous."""
     (count, heads, dim), groups = x.shape, matrices.shape[0]
-    tile = tile_of(count)
     arguments = {
         "x": x,
         "matrices": matrices,
@@ -219,17 +210,12 @@ def rotation_launch(x: Tensor, matrices: Tensor, shift: Tensor | None, out: Tens
         "count": count,
         "MEMBERS": heads // groups,
         "D": dim,
-        "ROWS": tile.rows,
-        "CHANNELS": tile.channels,
+        "ROWS": ROWS,
+        "CHANNELS": CHANNELS,
         "SHIFTED": shift is not None,
     }
-    grid = (-(-count * (heads // groups) // tile.rows), groups, -(-dim // tile.channels))
-    return Launch(rotate_heads_kernel, grid, arguments, warps=tile.warps)
-
-
-def tile_of(count: int) -> Tile:
-    """The tile of a launch on `count` rows."""
-    return MANY_ROWS if count >= MANY else FEW_ROWS
+    grid = (-(-count * (heads // groups) // ROWS), groups, -(-dim // CHANNELS))
+    return Launch(rotate_heads_kernel, grid, arguments, warps=WARPS)
 
 
 def rotations_launch(q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations, out: Tensor) -> Launch:
@@ -237,7 +223,6 @@ def rotations_launch(q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations, 
     (count, q_heads, dim), kv_heads = q.shape, k.shape[1]
     query, key, shift, value = rotations.query, rotations.key, rotations.shift, rotations.value
     groups = query.shape[0], key.shape[0], 0 if value is None else value.shape[0]
-    tile = tile_of(count)
     arguments = {
         "q": q,
         "k": k,
@@ -257,10 +242,10 @@ def rotations_launch(q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations, 
         "K_GROUPS": groups[1],
         "V_GROUPS": groups[2],
         "D": dim,
-        "ROWS": tile.rows,
-        "CHANNELS": tile.channels,
+        "ROWS": ROWS,
+        "CHANNELS": CHANNELS,
         "SHIFTED": shift is not None,
     }
     most = max(heads // max(each, 1) for heads, each in zip((q_heads, kv_heads, kv_heads), groups, strict=True))
-    grid = (-(-count * most // tile.rows), groups[0] + groups[1] + max(groups[2], 1), -(-dim // tile.channels))
-    return Launch(rotate_rows_kernel, grid, arguments, warps=tile.warps)
+    grid = (-(-count * most // ROWS), groups[0] + groups[1] + max(groups[2], 1), -(-dim // CHANNELS))
+    return Launch(rotate_rows_kernel, grid, arguments, warps=WARPS)
