@@ -54,12 +54,26 @@ def place_of(page, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def slot_of(slot, slot_stride, head, SIZE: tl.constexpr):
+    """Offset of a KV head's rows in the slot whose number is at `slot`."""
+    return tl.load(slot) * slot_stride + head.to(tl.int64) * SIZE
+
+
+@triton.jit
+def exact_pages(units):
+    """How many exact pages end within `units` of a sequence's stretch, counted from the first of them. The program in
+    whose stretch a page's last unit lies reads that page."""
+    return tl.maximum(units, 0) // OWN_UNITS
+
+
+@triton.jit
 def own_page(
     state,
     q,
-    open_k,
-    open_v,
+    exact,
     start,
+    first,
+    past,
     heads,
     D: tl.constexpr,
     PI: tl.constexpr,
@@ -67,8 +81,9 @@ def own_page(
     N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The exact rows up to position `start` added to the running softmax, 16·W rows at a time. These are the rows of
-    the open page and of the pages before it that `WINDOW` keeps, in the order of their slot.
+    """Exact rows up to position `start` added to the running softmax, 16·W rows at a time: pages `first` to `past` of
+    the slot, in its order. A slot has the open page and the pages before it that `WINDOW` keeps. `exact`: where K and V
+    of the slot begin.
 
     Past the last row, the last row is read again. So offsets of lanes depend on the sequence, and LLVM cannot compute
     them before the loop over sequences and keep them in registers through the loop over pages. `origin` is 0, but LLVM
@@ -79,8 +94,8 @@ def own_page(
     if WINDOW.pages > 1:
         page = start // PI
         own, full = place_of(page, WINDOW) * PI, tl.where(page < WINDOW.pages, page, WINDOW.pages - 1) * PI
-        rows = tl.where(page < WINDOW.pages, full + own_rows, full + PI)
-    for begin in range(0, rows, 16 * W):
+        rows = tl.minimum(tl.where(page < WINDOW.pages, full + own_rows, full + PI), past * PI)
+    for begin in range(first * PI, rows, 16 * W):
         row = begin + tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
         if WINDOW.pages == 1:
             seen = row < own_rows
@@ -88,8 +103,8 @@ def own_page(
         else:
             seen = (row < rows) & ((row < own) | (row >= own + PI) | (row < own + own_rows))
             row = tl.where(seen, row, own)
-        scores = exact_scores(q, heads, open_k, row, origin, D, W, N)
-        state = add_rows(state, scores, open_v, row, seen, D, W, N)
+        scores = exact_scores(q, heads, exact[0], row, origin, D, W, N)
+        state = add_rows(state, scores, exact[1], row, seen, D, W, N)
     return state
 
 
@@ -187,13 +202,11 @@ def decode_kernel(
         end = tl.max(tl.where(tl.arange(0, BATCH) == b, ends, 0), 0)
         begin = end - pages - EXACT * OWN_UNITS
         at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
-        rows = b * (HEADS * GROUP) + first_query
-        queries = q + (rows * D + b * Q_GAP)
-        query = PREPARE(queries, LAYOUT, heads_here, W, N)
-        zeros = ()
-        for _ in tl.static_range(D // 16):
-            zeros = zeros + (tl.zeros((W, 16, N), tl.float32),)
-        state = (tl.full((W, N), LOWEST, tl.float32), tl.zeros((W, 8, N), tl.float32), zeros)
+        first_exact, past_exact = exact_pages(at - begin - pages), exact_pages(until - begin - pages)
+        for page in range(first_exact, past_exact):
+            own = slot_of(slots + b, slot_stride, head, EXACT * PI * D) + page * (PI * D) + tl.arange(0, 1)
+            prefetch(open_k + own, PI * D * 2)
+            prefetch(open_v + own, PI * D * 2)
 
         last = tl.minimum(until - begin, pages)
         entry = table + b * table_stride
@@ -203,6 +216,14 @@ def decode_kernel(
             entry += WINDOW.sink
         index = tl.minimum(at - begin + warp, last - 1)
         page = tl.load(entry + index, mask=index >= 0, other=0)
+
+        rows = b * (HEADS * GROUP) + first_query
+        queries = q + (rows * D + b * Q_GAP)
+        query = PREPARE(queries, LAYOUT, heads_here, W, N)
+        zeros = ()
+        for _ in tl.static_range(D // 16):
+            zeros = zeros + (tl.zeros((W, 16, N), tl.float32),)
+        state = (tl.full((W, N), LOWEST, tl.float32), tl.zeros((W, 8, N), tl.float32), zeros)
         for i in range(at - begin, last, W):
             place = page * page_stride
             valid = i + warp < last
@@ -210,9 +231,10 @@ def decode_kernel(
             if BATCH > 1:  # a sequence alone was slower with it on an H200
                 prefetch(keys + page * page_stride, LAYOUT.nbytes)
             state = ADD(state, keys + place, values + place, valid, query, LAYOUT, W, N)
-        if until == end:
-            own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (EXACT * PI * D)
-            state = own_page(state, queries, open_k + own, open_v + own, start, heads_here, D, PI, W, N, WINDOW)
+        if first_exact < past_exact:
+            own = slot_of(slots + b, slot_stride, head, EXACT * PI * D)
+            exact = open_k + own, open_v + own
+            state = own_page(state, queries, exact, start, first_exact, past_exact, heads_here, D, PI, W, N, WINDOW)
 
         if (mine <= begin) & (end <= stop):
             store_outputs(out + rows * D, state, heads_here, D, W, N)
