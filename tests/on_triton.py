@@ -5,6 +5,7 @@ from __future__ import annotations
 from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.launch import Launch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hackkv.codec import KvCodec
 from hackkv.codecs import CODECS, make_codec
@@ -33,6 +34,8 @@ def compiled_for(launch: Launch) -> object:
     unaligned = given.get("do_not_specialize_on_alignment") or ()
 
     def known(name: str, value: object) -> object:
+        if isinstance(value, TensorDescriptor):
+            return known(name, value.base), tuple(value.block_shape)
         if isinstance(value, Tensor):
             at = value.storage_offset() * value.itemsize if value.is_meta else value.data_ptr()
             return value.dtype, at % 16 == 0

@@ -10,59 +10,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.split import block_sizes
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
-from triton.runtime.driver import driver
 
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import DEFAULT_CODEC
 from hackkv.model.warm import warm_up
 from hackkv.model.worker import plan_on
-
-WARP: Final = 32
-
-
-class Absent(DriverBase):  # type: ignore[misc]
-    """A GPU of some architecture, with the answers that Triton's compiler asks for."""
-
-    def __init__(self, arch: int) -> None:
-        self._target = GPUTarget("cuda", arch, WARP)
-
-    @classmethod
-    def is_active(cls) -> bool:
-        """False: this driver is set, not detected."""
-        return False
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        """Not available: nothing is launched."""
-        raise NotImplementedError(ty)
-
-    def get_current_target(self) -> GPUTarget:
-        """The architecture to compile for."""
-        return self._target
-
-    def get_current_device(self) -> int:
-        """A number that differs by architecture: Triton remembers by device what it has compiled."""
-        return int(self._target.arch)
-
-    def get_current_stream(self, device: int) -> int:
-        """A stream of a device that runs nothing."""
-        return device
-
-    def get_active_torch_device(self) -> Any:
-        """Not available: there is no device."""
-        raise NotImplementedError
-
-    def get_benchmarker(self) -> Any:
-        """Not available: there is nothing to time."""
-        raise NotImplementedError
+from lab.gpu.absent import target_of
 
 
 @contextmanager
@@ -76,14 +36,13 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
         if isinstance(out := launch.arguments.get("out"), Tensor):
             out.zero_()
 
-    run, active = Launch.run, driver._active
-    driver.set_active(Absent(arch))
+    run = Launch.run
     Launch.run = compile_only  # type: ignore[assignment, method-assign]
     try:
-        yield compiled
+        with target_of(arch):
+            yield compiled
     finally:
         Launch.run = run  # type: ignore[method-assign]
-        driver._active = active
 
 
 def main() -> None:

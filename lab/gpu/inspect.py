@@ -38,6 +38,7 @@ COLUMNS: Final = {
     "async_128": ("async", 7),
     "loads_64": ("ld64", 6),
     "loads_narrower": ("ld<64", 7),
+    "blocks": ("tma", 5),
     "barriers": ("bar", 5),
     "instructions": ("all", 7),
 }

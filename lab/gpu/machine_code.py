@@ -20,10 +20,11 @@ import triton
 from hack_kernels.triton.launch import Launch
 from torch import Tensor
 from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lab.gpu.absent import target_of
 from lab.gpu.example import Example
 
 ARCHITECTURES: Final = (80, 86, 89, 90, 100)
@@ -61,6 +62,8 @@ class Report:
     """The part of `loads_128` that goes to shared memory past registers."""
     loads_64: int
     loads_narrower: int
+    blocks: int
+    """Blocks of a tensor that a unit of Hopper and later ones (TMA) copies to shared memory, an instruction each."""
     barriers: int
     loop_per_64_tokens: int | None
     fingerprint: str
@@ -77,12 +80,12 @@ def intermediate_code(launch: Launch, arch: int) -> str:
     It takes a second, where machine code takes minutes. Kernels whose intermediate code, options and Triton are equal
     have equal machine code, wherever their source is and however it is written.
     """
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
-    options = backend.parse_options(dict(launch.options))
-    context = _context(backend)
-    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-    module = _source(launch).make_ir(target, options, functions, modules, context)
+    with target_of(arch) as target:
+        backend = make_backend(target)
+        options = backend.parse_options(dict(launch.options))
+        context = _context(backend)
+        functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+        module = _source(launch).make_ir(target, options, functions, modules, context)
     return _constants_in_place(backend.make_ttir(module, {}, options, arch).str_nodebug())
 
 
@@ -135,12 +138,14 @@ def compile_offline(launch: Launch, architectures: Sequence[int]) -> list[Any]:
     architecture only. The others start from its result, in which only the name of the target is replaced.
     """
     first, *others = architectures
-    compiled = [triton.compile(_source(launch), target=GPUTarget("cuda", first, 32), options=launch.options)]
+    with target_of(first) as target:
+        compiled = [triton.compile(_source(launch), target=target, options=launch.options)]
     for arch in others:
         with tempfile.TemporaryDirectory() as folder:
             passed = Path(folder) / "kernel.ttgir"
             passed.write_text(compiled[0].asm["ttgir"].replace(f'"cuda:{first}"', f'"cuda:{arch}"'))
-            compiled.append(triton.compile(str(passed), GPUTarget("cuda", arch, 32), launch.options))
+            with target_of(arch) as target:
+                compiled.append(triton.compile(str(passed), target, launch.options))
     return compiled
 
 
@@ -190,7 +195,12 @@ def _report(example: Example, arch: int, compiled: Any, code: str) -> Report:
         loads_128=count("LDG", ".128"),
         async_128=count("LDGSTS", ".128"),
         loads_64=count("LDG", ".64"),
-        loads_narrower=count("LDG") - count("LDG", ".128") - count("LDG", ".64") - count("LDGDEPBAR"),
+        loads_narrower=count("LDG")
+        - count("LDG", ".128")
+        - count("LDG", ".64")
+        - count("LDGDEPBAR")
+        - count("UTMALDG"),
+        blocks=count("UTMALDG"),
         barriers=count("BAR"),
         loop_per_64_tokens=round((end - begin) * 64 / example.tokens) if example.tokens else None,
         fingerprint=_digest(example.launch, arch, code),
@@ -233,7 +243,7 @@ def _source(launch: Launch) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
-        specialized = not (isinstance(value, Tensor) or parameter.do_not_specialize)
+        specialized = not (isinstance(value, Tensor | TensorDescriptor) or parameter.do_not_specialize)
         if parameter.is_constexpr or (specialized and value == 1):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
@@ -245,6 +255,8 @@ def _source(launch: Launch) -> ASTSource:
 
 
 def _type_of(value: Any) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_type_of(value.base)[1:]}{list(value.block_shape)}>"
     if isinstance(value, Tensor):
         names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8"}
         return "*" + (names.get(value.dtype) or f"i{value.dtype.itemsize * 8}")
