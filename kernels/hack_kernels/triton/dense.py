@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq, current_target
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hack_kernels.base import Planes, Pool, Rows, Spans
 from hack_kernels.limits import HELD_TOKENS
@@ -46,15 +48,22 @@ LARGEST = tl.constexpr(LARGEST_FP16)
 """The largest FP16 number."""
 
 
+@triton.constexpr_function
+def copies_blocks() -> bool:
+    """Whether the target has a unit that copies described blocks to shared memory (TMA), as Hopper has. For an older
+    one Triton makes two-byte loads of a described block. The interpreter has no target, and reads described blocks."""
+    return current_target() is None or cuda_capability_geq(9)
+
+
 @triton.jit
 def add_block(state, queries, keys, values, seen, factor, MASKED: tl.constexpr):
     """Keys and values FP16 [R, D] added to the running softmax, in units of log2; `seen` [M, R] counts with MASKED."""
     top, total, out = state
-    scores = tl.dot(queries, tl.trans(keys)) * factor
+    scores = tl.dot(queries, tl.trans(keys))
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, axis=1))
-    weights, kept = tl.exp2(scores - higher[:, None]), tl.exp2(top - higher)
+    higher = tl.maximum(top, tl.max(scores, axis=1) * factor)
+    weights, kept = tl.exp2(scores * factor - higher[:, None]), tl.exp2(top - higher)
     out = tl.dot(weights.to(tl.float16), values, out * kept[:, None])
     return higher, total * kept + tl.sum(weights, axis=1), out
 
@@ -69,6 +78,8 @@ def dense_kernel(
     open_v,
     held_k,
     held_v,
+    blocks_k,
+    blocks_v,
     starts,
     counts,
     offsets,
@@ -92,7 +103,9 @@ def dense_kernel(
 ):
     """Grid (tiles, KV heads). Rows of a tile are (token, query head), heads padded to GROUP_PAD.
 
-    held_k, held_v FP16 [batch, most_pages, HEADS, PI, D], contiguous. The rest as in `prefill.prefill_kernel`.
+    held_k, held_v FP16 [batch, most_pages, HEADS, PI, D], contiguous. blocks_k, blocks_v describe them as [rows, D] in
+    blocks of READ rows with zeros behind channel D; rows have numbers of 32 bits. The rest as in
+    `prefill.prefill_kernel`.
     """
     M: tl.constexpr = TOKENS * GROUP_PAD
     CHANNELS: tl.constexpr = triton.next_power_of_2(D)
@@ -119,14 +132,16 @@ def dense_kernel(
     coded = own_page
     if WINDOW.pages > 1:
         coded = tl.maximum(own_page - (WINDOW.pages - 1), 0)
-    first_page = sequence.to(tl.int64) * most_pages + WINDOW.sink
+    first_page = sequence * most_pages + WINDOW.sink
     read = tl.arange(0, READ)
     for begin in tl.range(0, coded * PI, READ, num_stages=STAGES):
-        place = (
-            (((first_page + begin // PI) * HEADS + head) * PI + begin % PI) * D + (read * D)[:, None] + channel[None, :]
-        )
-        keys = tl.load(held_k + place, mask=inside, other=0.0)
-        values = tl.load(held_v + place, mask=inside, other=0.0)
+        row_at = ((first_page + begin // PI) * HEADS + head) * PI + begin % PI
+        if copies_blocks():
+            keys, values = blocks_k.load([row_at, 0]), blocks_v.load([row_at, 0])
+        else:
+            block, within = row_at.to(tl.int64) * D, (read * D)[:, None] + channel[None, :]
+            keys = tl.load(held_k + block + within, mask=inside, other=0.0)
+            values = tl.load(held_v + block + within, mask=inside, other=0.0)
         state = add_block(state, queries, keys, values, seen_rows, factor, False)
 
     open_at = tl.load(slots + sequence) * slot_stride + head * open_head_stride
@@ -186,15 +201,19 @@ def dense_launch(pool: Pool, spans: Spans, rows: Rows, held: Held, out: Tensor) 
     group, pi = padded(q.shape[1] // heads), pool.page_tokens
     most = ROWS if dim <= WIDE else ROWS // 2
     tokens = min(pi, max(1, most // group))
+    read = min(pi, BLOCK if dim <= WIDE else BLOCK // 2)
+    blocks = [TensorDescriptor.from_tensor(x.view(-1, dim), [read, triton.next_power_of_2(dim)]) for x in held]
     arguments = {
         **tile_arguments(pool, spans, q, k, v, out, tokens),
         "held_k": held[0],
         "held_v": held[1],
+        "blocks_k": blocks[0],
+        "blocks_v": blocks[1],
         "most_pages": spans.table.shape[1],
         "HEADS": heads,
         "D": dim,
         "PI": pi,
-        "READ": min(pi, BLOCK if dim <= WIDE else BLOCK // 2),
+        "READ": read,
         "STAGES": STAGES if dim <= WIDE else STAGES - 1,
     }
     warps = 8 if tokens * group >= ROWS or dim > WIDE else 4

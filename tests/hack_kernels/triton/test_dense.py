@@ -40,6 +40,13 @@ def test_prompts_see_what_the_format_says_wherever_they_are_cut(fmt: PageFormat,
     check_dense(fmt, group, TritonBackend(torch.device("cpu")), heads=1)
 
 
+@pytest.mark.parametrize("fmt", [FORMATS[0], FORMATS[3], FORMATS[6]], ids=str)
+def test_targets_that_copy_no_blocks_see_the_same(fmt: PageFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    monkeypatch.setattr(dense, "copies_blocks", lambda: False)
+    check_dense(fmt, 3, TritonBackend(torch.device("cpu")), heads=1)
+
+
 @pytest.mark.parametrize("fmt", [FORMATS[0], FORMATS[7], FORMATS[2]], ids=str)
 def test_a_batch_that_holds_too_much_is_attended_to_in_parts(fmt: PageFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts are two sequences at a time, and five pages at a time if the definition dequantizes."""

@@ -156,6 +156,14 @@ def test_rows_to_come_are_on_their_way_while_others_are_multiplied(reports: Repo
     assert report["float_mma"] == 16
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_prompts_copy_blocks_where_a_unit_does_that_and_else_read_16_bytes_a_lane(reports: Reports, arch: int) -> None:
+    """A block of K and of V is 8 KiB, which 256 lanes share."""
+    report = reports[DENSE, arch]
+    assert (report["blocks"], report["async_128"]) == ((2, 0) if arch >= 90 else (0, 4))
+    assert report["loads_narrower"] == 0
+
+
 @pytest.mark.parametrize("kernel", SAMPLED)
 def test_other_sizes_and_widths_pass_the_gates_too(reports: Reports, kernel: str) -> None:
     report = reports[kernel, SAMPLED_ON]
