@@ -54,12 +54,6 @@ def place_of(page, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def slot_of(slot, slot_stride, head, SIZE: tl.constexpr):
-    """Offset of a KV head's rows in the slot whose number is at `slot`."""
-    return tl.load(slot) * slot_stride + head.to(tl.int64) * SIZE
-
-
-@triton.jit
 def exact_pages(units):
     """How many exact pages end within `units` of a sequence's stretch, counted from the first of them. The program in
     whose stretch a page's last unit lies reads that page."""
@@ -202,11 +196,14 @@ def decode_kernel(
         end = tl.max(tl.where(tl.arange(0, BATCH) == b, ends, 0), 0)
         begin = end - pages - EXACT * OWN_UNITS
         at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
-        first_exact, past_exact = exact_pages(at - begin - pages), exact_pages(until - begin - pages)
-        for page in range(first_exact, past_exact):
-            own = slot_of(slots + b, slot_stride, head, EXACT * PI * D) + page * (PI * D) + tl.arange(0, 1)
-            prefetch(open_k + own, PI * D * 2)
-            prefetch(open_v + own, PI * D * 2)
+
+        rows = b * (HEADS * GROUP) + first_query
+        queries = q + (rows * D + b * Q_GAP)
+        query = PREPARE(queries, LAYOUT, heads_here, W, N)
+        zeros = ()
+        for _ in tl.static_range(D // 16):
+            zeros = zeros + (tl.zeros((W, 16, N), tl.float32),)
+        state = (tl.full((W, N), LOWEST, tl.float32), tl.zeros((W, 8, N), tl.float32), zeros)
 
         last = tl.minimum(until - begin, pages)
         entry = table + b * table_stride
@@ -216,14 +213,6 @@ def decode_kernel(
             entry += WINDOW.sink
         index = tl.minimum(at - begin + warp, last - 1)
         page = tl.load(entry + index, mask=index >= 0, other=0)
-
-        rows = b * (HEADS * GROUP) + first_query
-        queries = q + (rows * D + b * Q_GAP)
-        query = PREPARE(queries, LAYOUT, heads_here, W, N)
-        zeros = ()
-        for _ in tl.static_range(D // 16):
-            zeros = zeros + (tl.zeros((W, 16, N), tl.float32),)
-        state = (tl.full((W, N), LOWEST, tl.float32), tl.zeros((W, 8, N), tl.float32), zeros)
         for i in range(at - begin, last, W):
             place = page * page_stride
             valid = i + warp < last
@@ -231,8 +220,9 @@ def decode_kernel(
             if BATCH > 1:  # a sequence alone was slower with it on an H200
                 prefetch(keys + page * page_stride, LAYOUT.nbytes)
             state = ADD(state, keys + place, values + place, valid, query, LAYOUT, W, N)
+        first_exact, past_exact = exact_pages(at - begin - pages), exact_pages(until - begin - pages)
         if first_exact < past_exact:
-            own = slot_of(slots + b, slot_stride, head, EXACT * PI * D)
+            own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (EXACT * PI * D)
             exact = open_k + own, open_v + own
             state = own_page(state, queries, exact, start, first_exact, past_exact, heads_here, D, PI, W, N, WINDOW)
 
