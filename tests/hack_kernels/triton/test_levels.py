@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 from hack_kernels.triton.backend import Prefill, TritonBackend
 from hack_kernels.triton.level_layout import level_layout, levels_from_wire, levels_to_wire
 from hack_kernels.triton.levels import NARROWEST
+from hack_kernels.triton.split import Workspace
 
 BACKEND = TritonBackend(CPU, Prefill.HOMOMORPHIC)
 HEAD_DIMS = [dim for dim in level_format.HEAD_DIMS if dim >= NARROWEST]
@@ -96,6 +97,15 @@ def test_windows_agree_with_the_definition_for_any_batch(
 ) -> None:
     fmt = LevelFormat(64, 32, 3, 2, window)
     pairs.assert_batch_agrees(pairs.kernels_of(BACKEND, fmt), fmt, spans, decodes=decodes)
+
+
+@pytest.mark.parametrize("programs", [1, 5, 40])
+def test_programs_share_the_exact_pages_of_a_window(programs: int) -> None:
+    """With 40 programs most of them hold a part of an exact page's cost, but read no page."""
+    fmt = LevelFormat(64, 32, 3, 2, Window(1, 2))
+    backend = TritonBackend(CPU, Prefill.HOMOMORPHIC)
+    backend.workspace = Workspace(CPU, programs)
+    pairs.assert_batch_agrees(pairs.kernels_of(backend, fmt), fmt, [(200, 1), (0, 1), (70, 1)], decodes=True)
 
 
 def test_any_bytes_survive_the_way_there_and_back() -> None:
