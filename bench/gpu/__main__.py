@@ -36,7 +36,7 @@ from hack_kernels.triton.backend import TritonBackend
 
 from bench.gpu.checks import checks
 from bench.gpu.processes import Answer, Task, answers
-from bench.gpu.shapes import Row, decode_bytes, decode_row, prefill_row, seal_row
+from bench.gpu.shapes import Row, decode_bytes, decode_row, prefill_row, rotation_row, seal_row
 from bench.gpu.timing import copy_bandwidth, warm_up
 
 BUDGET_S = 500
@@ -175,6 +175,8 @@ def measurements(of_engine: Iterable[Task], *, smoke: bool) -> Iterator[tuple[Ta
     for rounding in Rounding:
         fmt = HackFormat(128, 64, rounding=rounding)
         yield Task(f"seal {rounding}", partial(seal_row, 64 if smoke else 2**17, kv_heads, fmt)), 0
+    for count in (32,) if smoke else (32, 2048):
+        yield Task(f"rotation {count}", partial(rotation_row, count, kv_heads, 4)), 0
     yield prefill(prefills[0])
     yield from ((task, 0) for task in of_engine)
     for tokens, batch in decodes[2:]:

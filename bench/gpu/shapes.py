@@ -15,6 +15,7 @@ from hack_kernels.base import PageFormat, PageKernels, Planes, Pool, Rows, Spans
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.group_format import GroupFormat
 from hack_kernels.hack_format import HackFormat
+from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.level_format import LevelFormat
 from hack_kernels.pools import new_pool
 from hack_kernels.reference.floats import FloatReference
@@ -170,6 +171,16 @@ def seal_row(tokens: int, kv_heads: int, fmt: HackFormat, backend: TritonBackend
         2 * k.nbytes / us["hack"] / 1e3,
         ">= 1500 GB/s",
     )
+
+
+def rotation_row(count: int, kv_heads: int, group: int, backend: TritonBackend) -> Row:
+    """Rotate Q and K of a layer and round V to FP16, as `rot-*` do; bytes are those of rows in BF16 and in FP32."""
+    device, heads = backend.device, (kv_heads * group, kv_heads, kv_heads)
+    q, k, v = (torch.randn(count, each, D, device=device).bfloat16() for each in heads)
+    rotations = HeadRotations(*(torch.randn(kv_heads, D, D, device=device) for _ in "qk"))
+    us = measure(lambda: backend.rows.rotate_rows(q, k, v, rotations), device)
+    moved = count * sum(heads) * D * (2 + 4)
+    return Row("rotation", f"{count} rows, {kv_heads}x{group} heads", {"rot": us}, gb_per_s=moved / us / 1e3)
 
 
 def prefill_row(tokens: int, kv_heads: int, group: int, backend: TritonBackend) -> Row:
