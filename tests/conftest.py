@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from hackkv.codecs import CODECS, Preset
+from tests.codecs.calibrations import remove_files
 from tests.codecs.toy8 import make_toy8
 from tests.interpreter import patch_once, remember_types
 from tests.kinds import kind_of
@@ -54,6 +55,11 @@ if find_spec("zstandard"):
 def pytest_xdist_auto_num_workers() -> int:
     """Workers of `-n auto`: one more than cores, since many tests wait for processes that they start; at most 4."""
     return min(4, 1 + len(os.sched_getaffinity(0)))
+
+
+def pytest_sessionfinish() -> None:
+    """Delete the files of calibrated codecs. Workers of `-n` end without what `atexit` would run."""
+    remove_files()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
+from typing import Final
 
 import torch
 from hack_kernels.nuq_format import WIDTHS
@@ -19,6 +19,9 @@ from hackkv.codecs.artifact import METADATA, ROTATED, VERSION, ZACK
 from hackkv.codecs.hadamard import hadamard
 from hackkv.codecs.zack import SIDES
 from measure.calibrate.solve import feedback_by
+
+FOLDERS: Final = list[Path]()
+"""What `remove_files` deletes."""
 
 
 def calibration_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dict[str, Tensor]:
@@ -86,9 +89,15 @@ def projection_file(layers: int, heads: int, dim: int) -> Path:
     return path
 
 
+def remove_files() -> None:
+    """Delete all files of this module."""
+    for folder in FOLDERS:
+        rmtree(folder, ignore_errors=True)
+
+
 def _folder() -> Path:
     folder = Path(mkdtemp(prefix="hackkv-calibration-"))
-    atexit.register(rmtree, folder, ignore_errors=True)
+    FOLDERS.append(folder)
     return folder
 
 
