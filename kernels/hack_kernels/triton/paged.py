@@ -220,8 +220,11 @@ def decode_kernel(
             if BATCH > 1:  # a sequence alone was slower with it on an H200
                 prefetch(keys + page * page_stride, LAYOUT.nbytes)
             state = ADD(state, keys + place, values + place, valid, query, LAYOUT, W, N)
-        first_exact, past_exact = exact_pages(at - begin - pages), exact_pages(until - begin - pages)
-        if first_exact < past_exact:
+        first_exact, past_exact, reads_exact = 0, 1, until == end
+        if EXACT > 1:
+            first_exact, past_exact = exact_pages(at - begin - pages), exact_pages(until - begin - pages)
+            reads_exact = first_exact < past_exact
+        if reads_exact:
             own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (EXACT * PI * D)
             exact = open_k + own, open_v + own
             state = own_page(state, queries, exact, start, first_exact, past_exact, heads_here, D, PI, W, N, WINDOW)

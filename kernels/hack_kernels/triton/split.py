@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.target_info import cuda_capability_geq
 
 PROGRAMS_PER_PROCESSOR: Final = 3
 """Decode programs that a multiprocessor holds at a time, as far as their registers let it (`paged.py`)."""
@@ -97,9 +96,8 @@ def merged(partials, first, count, group, groups, opens_inside, D: tl.constexpr,
     `opens_inside`: 1 if the sequence does not begin where the stretch of program `first` does.
     """
     SIZE: tl.constexpr = (D + 32) * N
-    # Loads in flight: 128 registers on Hopper and later, else 64. On Ampere 128 spill.
-    OLDER: tl.constexpr = 16 if D * N <= 512 else 8 if D * N <= 1024 else 4 if D * N <= 2048 else 2
-    AT_ONCE: tl.constexpr = OLDER * (2 if cuda_capability_geq(9) else 1)
+    # Loads in flight: 64 registers.
+    AT_ONCE: tl.constexpr = 16 if D * N <= 512 else 8 if D * N <= 1024 else 4 if D * N <= 2048 else 2
     channel = tl.arange(0, triton.next_power_of_2(D))
     column = tl.arange(0, N)
     top = tl.full((N,), float("-inf"), tl.float32)
