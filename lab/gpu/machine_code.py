@@ -195,11 +195,11 @@ def _report(example: Example, arch: int, compiled: Any, code: str) -> Report:
         loads_128=count("LDG", ".128"),
         async_128=count("LDGSTS", ".128"),
         loads_64=count("LDG", ".64"),
-        loads_narrower=count("LDG")
-        - count("LDG", ".128")
-        - count("LDG", ".64")
-        - count("LDGDEPBAR")
-        - count("UTMALDG"),
+        loads_narrower=sum(
+            n
+            for name, n in inside.items()
+            if name.startswith(("LDG.", "LDGSTS.")) and not {"128", "64"} & {*name.split(".")}
+        ),
         blocks=count("UTMALDG"),
         barriers=count("BAR"),
         loop_per_64_tokens=round((end - begin) * 64 / example.tokens) if example.tokens else None,

@@ -27,7 +27,7 @@ from hack_kernels.limits import HELD_TOKENS
 from hack_kernels.reference.reading import LARGEST_FP16, ReadingReference, heads_of
 from hack_kernels.triton.code_tiles import padded
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.paged import place_of
+from hack_kernels.triton.own_page import place_of
 from hack_kernels.triton.prefill import locate, most_tiles, tile_arguments
 from hack_kernels.triton.prefill_own import own_rows
 from hack_kernels.triton.query import LOG2_E

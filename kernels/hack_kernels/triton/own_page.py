@@ -1,4 +1,4 @@
-"""A sequence's own page: FP16 rows, seen exactly by the open-page rule.
+"""A sequence's exact rows: its own page and the pages that a window keeps, FP16, as the open-page rule sees them.
 
 Products of FP16 and FP32 run on FP16 matrix units: the FP32 side is the sum of two FP16 numbers, 22 bits of mantissa.
 """
@@ -37,7 +37,7 @@ def load_rows(rows, row, first, columns: tl.constexpr, D: tl.constexpr):
 def exact_scores(q, heads, rows, row, origin, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """Scores FP32 [W, 16, N] of rows `row` [W, 16] of K against the query heads at `q`, in units of log2.
 
-    `origin` is 0, but the compiler does not know it (`paged.own_page`).
+    `origin` is 0, but the compiler does not know it (`own_page`).
     """
     size = tl.zeros((N,), tl.float32)
     for first in range(origin, D, 32):
@@ -69,3 +69,51 @@ def add_rows(state, scores, rows, row, seen, D: tl.constexpr, W: tl.constexpr, N
         small = tl.dot(v, low)
         added = added + (tl.dot(v, high, out[m] * kept[:, None, :]) + small / HALF_STEP,)
     return new_top, weight, added
+
+
+@triton.jit
+def place_of(page, WINDOW: tl.constexpr):
+    """`Window.place`."""
+    return tl.where(page < WINDOW.sink, page, WINDOW.sink + (page - WINDOW.sink) % (WINDOW.recent + 1))
+
+
+@triton.jit
+def own_page(
+    state,
+    q,
+    exact,
+    start,
+    first,
+    past,
+    heads,
+    D: tl.constexpr,
+    PI: tl.constexpr,
+    W: tl.constexpr,
+    N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Exact rows up to position `start` added to the running softmax, 16·W rows at a time: pages `first` to `past` of
+    the slot, in its order. A slot has the open page and the pages before it that `WINDOW` keeps. `exact`: where K and V
+    of the slot begin.
+
+    Past the last row, the last row is read again. So offsets of lanes depend on the sequence, and LLVM cannot compute
+    them before the loop over sequences and keep them in registers through the loop over pages. `origin` is 0, but LLVM
+    does not know it: it would unroll the loop over channels, which would take more registers than the pages do.
+    """
+    own_rows, origin = start % PI + 1, 32 * tl.minimum(start, 0)
+    rows = own_rows
+    if WINDOW.pages > 1:
+        page = start // PI
+        own, full = place_of(page, WINDOW) * PI, tl.where(page < WINDOW.pages, page, WINDOW.pages - 1) * PI
+        rows = tl.minimum(tl.where(page < WINDOW.pages, full + own_rows, full + PI), past * PI)
+    for begin in range(first * PI, rows, 16 * W):
+        row = begin + tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        if WINDOW.pages == 1:
+            seen = row < own_rows
+            row = tl.minimum(row, own_rows - 1)
+        else:
+            seen = (row < rows) & ((row < own) | (row >= own + PI) | (row < own + own_rows))
+            row = tl.where(seen, row, own)
+        scores = exact_scores(q, heads, exact[0], row, origin, D, W, N)
+        state = add_rows(state, scores, exact[1], row, seen, D, W, N)
+    return state

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.own_page import add_rows, exact_scores
+from hack_kernels.triton.own_page import own_page
 from hack_kernels.triton.split import (
     OWN_UNITS,
     Workspace,
     batch_block,
+    exact_pages,
     merge_if_last,
     opening_of,
     page_ends,
@@ -45,61 +46,6 @@ REGISTERS_FOR_OUTPUTS: Final = 1024
 
 LOWEST = tl.constexpr(-1e30)
 """Replaces minus infinity where two such numbers are subtracted."""
-
-
-@triton.jit
-def place_of(page, WINDOW: tl.constexpr):
-    """`Window.place`."""
-    return tl.where(page < WINDOW.sink, page, WINDOW.sink + (page - WINDOW.sink) % (WINDOW.recent + 1))
-
-
-@triton.jit
-def exact_pages(units):
-    """How many exact pages end within `units` of a sequence's stretch, counted from the first of them. The program in
-    whose stretch a page's last unit lies reads that page."""
-    return tl.maximum(units, 0) // OWN_UNITS
-
-
-@triton.jit
-def own_page(
-    state,
-    q,
-    exact,
-    start,
-    first,
-    past,
-    heads,
-    D: tl.constexpr,
-    PI: tl.constexpr,
-    W: tl.constexpr,
-    N: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Exact rows up to position `start` added to the running softmax, 16·W rows at a time: pages `first` to `past` of
-    the slot, in its order. A slot has the open page and the pages before it that `WINDOW` keeps. `exact`: where K and V
-    of the slot begin.
-
-    Past the last row, the last row is read again. So offsets of lanes depend on the sequence, and LLVM cannot compute
-    them before the loop over sequences and keep them in registers through the loop over pages. `origin` is 0, but LLVM
-    does not know it: it would unroll the loop over channels, which would take more registers than the pages do.
-    """
-    own_rows, origin = start % PI + 1, 32 * tl.minimum(start, 0)
-    rows = own_rows
-    if WINDOW.pages > 1:
-        page = start // PI
-        own, full = place_of(page, WINDOW) * PI, tl.where(page < WINDOW.pages, page, WINDOW.pages - 1) * PI
-        rows = tl.minimum(tl.where(page < WINDOW.pages, full + own_rows, full + PI), past * PI)
-    for begin in range(first * PI, rows, 16 * W):
-        row = begin + tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        if WINDOW.pages == 1:
-            seen = row < own_rows
-            row = tl.minimum(row, own_rows - 1)
-        else:
-            seen = (row < rows) & ((row < own) | (row >= own + PI) | (row < own + own_rows))
-            row = tl.where(seen, row, own)
-        scores = exact_scores(q, heads, exact[0], row, origin, D, W, N)
-        state = add_rows(state, scores, exact[1], row, seen, D, W, N)
-    return state
 
 
 @triton.jit
@@ -196,7 +142,6 @@ def decode_kernel(
         end = tl.max(tl.where(tl.arange(0, BATCH) == b, ends, 0), 0)
         begin = end - pages - EXACT * OWN_UNITS
         at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
-
         rows = b * (HEADS * GROUP) + first_query
         queries = q + (rows * D + b * Q_GAP)
         query = PREPARE(queries, LAYOUT, heads_here, W, N)
@@ -221,7 +166,7 @@ def decode_kernel(
                 prefetch(keys + page * page_stride, LAYOUT.nbytes)
             state = ADD(state, keys + place, values + place, valid, query, LAYOUT, W, N)
         first_exact, past_exact, reads_exact = 0, 1, until == end
-        if EXACT > 1:
+        if EXACT > 1:  # without a window the same rule in this form made kernels spill on sm_80
             first_exact, past_exact = exact_pages(at - begin - pages), exact_pages(until - begin - pages)
             reads_exact = first_exact < past_exact
         if reads_exact:

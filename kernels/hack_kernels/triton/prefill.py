@@ -20,7 +20,8 @@ from hack_kernels.hack_format import HackFormat
 from hack_kernels.triton.code_tiles import padded
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import page_layout
-from hack_kernels.triton.paged import ALL_REGISTERS, PoolLayout, place_of
+from hack_kernels.triton.own_page import place_of
+from hack_kernels.triton.paged import ALL_REGISTERS, PoolLayout
 from hack_kernels.triton.prefill_own import add_rows, code_scores, exact_scores
 from hack_kernels.triton.prefill_sealed import add_page
 from hack_kernels.triton.prefill_tiling import Tiling, channels_of, tiling_of

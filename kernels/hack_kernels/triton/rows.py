@@ -23,7 +23,8 @@ from hack_kernels.row_format import RowFormat
 from hack_kernels.triton.dense import attn_dense
 from hack_kernels.triton.float_query import product
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.paged import LOWEST, place_of, programs_per_processor, rows_of_heads, step_arguments
+from hack_kernels.triton.own_page import place_of
+from hack_kernels.triton.paged import LOWEST, programs_per_processor, rows_of_heads, step_arguments
 from hack_kernels.triton.query import LOG2_E
 from hack_kernels.triton.split import (
     Workspace,

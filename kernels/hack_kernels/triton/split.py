@@ -76,6 +76,13 @@ def opening_of(part, parts, total):
 
 
 @triton.jit
+def exact_pages(units):
+    """How many exact pages end within `units` of a sequence's stretch, counted from the first of them. The program in
+    whose stretch a page's last unit lies reads that page."""
+    return tl.maximum(units, 0) // OWN_UNITS
+
+
+@triton.jit
 def part_of(unit, parts, total):
     """The program whose stretch holds `unit`."""
     length, longer = total // parts, total % parts
