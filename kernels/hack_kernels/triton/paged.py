@@ -165,8 +165,9 @@ def decode_kernel(
             if BATCH > 1:  # a sequence alone was slower with it on an H200
                 prefetch(keys + page * page_stride, LAYOUT.nbytes)
             state = ADD(state, keys + place, values + place, valid, query, LAYOUT, W, N)
+        # Without a window the own page is the only exact one, and ends where the sequence's stretch does.
         first_exact, past_exact, reads_exact = 0, 1, until == end
-        if EXACT > 1:  # without a window the same rule in this form made kernels spill on sm_80
+        if EXACT > 1:
             first_exact, past_exact = exact_pages(at - begin - pages), exact_pages(until - begin - pages)
             reads_exact = first_exact < past_exact
         if reads_exact:
