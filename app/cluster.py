@@ -25,7 +25,7 @@ from typing import Any
 
 from app.forking import Forked, ForkServerClient, UnattachedServer, adopting, failure
 from hackkv.errors import ConfigError, HackkvError, NodeLost
-from node.announcement import read_announcement
+from node.announcement import read_announcement, read_word
 from node.pauses import Pauses
 from transport.closing import reap
 
@@ -35,7 +35,8 @@ ROUTER_GRACE_S = 1.0
 """The router's share of `STOP_S`. Nodes stop at the same moment, so requests in flight have nothing to wait for."""
 POLL_S = 0.02
 START_S = 120.0
-"""Time until a process must be ready, and the longest silence of the check of a model."""
+"""Time until a process must be ready, from the last word of any process, and the longest silence of the check of a
+model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,26 +117,23 @@ class LocalCluster:
 
         No node opens a port before the model has passed its check.
         """
-        deadline = monotonic() + timeout_s
         plan = self._plan
         self._server = ForkServerClient.of(begun) if begun else await ForkServerClient.start()
         router = await self._fork("router", "router")
         if plan.num_prefill + plan.num_decode:
             self.model = await self._check(timeout_s)
-            deadline = monotonic() + timeout_s  # the check took as long as the model and the codecs need
         given = {"model": self.model.folder, "shutdown_grace_s": ROUTER_GRACE_S, **plan.router}
         given["served_model_name"] = given.get("served_model_name") or self.model.name
-        await self._order(router, given, deadline)
+        self._instruct(router, given)
+        await self._begin(timeout_s, router)
         roles = [("prefill", plan.num_prefill), ("decode", plan.num_decode)]
         nodes = [(role, index) for role, count in roles for index in range(count)]
         children = [(await self._fork(role, f"{role}-{index}"), plan.settings_of(role)) for role, index in nodes]
         joined = {"router": router.ready["control"]}
-        orders = (
-            self._order(child, {**self._placed(number, own), **joined, "node_id": child.name}, deadline)
-            for number, (child, own) in enumerate(children)
-        )
-        await asyncio.gather(*orders)
-        await self._until_registered(deadline)
+        for number, (child, own) in enumerate(children):
+            self._instruct(child, {**self._placed(number, own), **joined, "node_id": child.name})
+        await self._begin(timeout_s, *(child for child, _ in children))
+        await self._until_registered(monotonic() + timeout_s)
 
     async def watch(self) -> int:
         """Start nodes that die again, until the router ends; return its exit code."""
@@ -152,7 +150,7 @@ class LocalCluster:
         """Start a node whose process has ended. Raises `ConfigError` or `NodeLost`."""
         child = next(child for child in self.children if child.name == name)
         child.process = await (await self._forks()).fork(child.role, child.name, self.model.loss)
-        await self._begin(child, monotonic() + START_S)
+        await self._begin(START_S, child)
 
     async def _keep(self, node: NodeProcess) -> None:
         pauses = Pauses()
@@ -244,21 +242,35 @@ class LocalCluster:
         self.children.append(child)
         return child
 
-    async def _order(self, child: NodeProcess, settings: dict[str, Any], deadline: float) -> None:
-        """Tell a child its settings, and wait until it is ready. Raises `ConfigError` or `NodeLost`."""
+    def _instruct(self, child: NodeProcess, settings: dict[str, Any]) -> None:
+        """Give a child its settings."""
         common = {"log_level": "warning", "internal": {"token_file": str(self.token_file)}}
         child.arguments = ("--config", self._write(child.name, {**common, **settings}), "--supervised")
-        await self._begin(child, deadline)
 
-    async def _begin(self, child: NodeProcess, deadline: float) -> None:
-        child.process.order(child.arguments)
+    async def _begin(self, patience_s: float, *children: NodeProcess) -> None:
+        """Let children begin, and wait until all are ready. Raises `ConfigError` or `NodeLost`.
+
+        Each word of one renews the patience with all: they wait for each other when they compile the same kernels.
+        """
+        waiting = {child.name: child for child in children}
+
+        async def begin(child: NodeProcess) -> None:
+            child.process.order(child.arguments)
+            child.ready = await _announcement(child, heard)
+            del waiting[child.name]
+            heard(f"{child.name} ready at {child.ready.get('http', child.ready.get('address', '?'))}")
+
+        def heard(word: str) -> None:
+            patience.reschedule(_now() + patience_s)
+            self._progress(word)
+
         try:
-            async with asyncio.timeout(deadline - monotonic()):
-                child.ready = await _announcement(child)
+            async with asyncio.timeout(patience_s) as patience:
+                await asyncio.gather(*map(begin, children))
         except TimeoutError as error:
-            child.process.kill()
-            raise NodeLost(f"{child.name} was not ready in time") from error
-        self._progress(f"{child.name} ready at {child.ready.get('http', child.ready.get('address', '?'))}")
+            for child in waiting.values():
+                child.process.kill()
+            raise NodeLost(f"{', '.join(waiting)} not ready in time") from error
 
     def _write(self, name: str, settings: dict[str, Any]) -> str:
         """Write a configuration file, whose YAML is JSON; return its path."""
@@ -276,11 +288,14 @@ class LocalCluster:
         raise NodeLost(f"the router counts {nodes} nodes, not {wanted}")
 
 
-async def _announcement(child: NodeProcess) -> dict[str, str]:
-    """Read a child's output up to its ready line. Raises `ConfigError` or `NodeLost` if the child ends before that."""
-    while line := await child.process.stdout.readline():
-        if ready := read_announcement(line.decode("utf-8", "replace")):
+async def _announcement(child: NodeProcess, heard: Callable[[str], None]) -> dict[str, str]:
+    """Read a child's output up to its ready line; `heard` gets what it says before. Raises `ConfigError` or `NodeLost`
+    if the child ends before that."""
+    while line := (await child.process.stdout.readline()).decode("utf-8", "replace"):
+        if ready := read_announcement(line):
             return ready
+        if word := read_word(line):
+            heard(f"{child.name}: {word}")
     code = await child.process.wait()
     failure = ConfigError if code == 2 else NodeLost
     raise failure(f"{child.name} ended with exit code {code} before it was ready; its message is above")

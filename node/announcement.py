@@ -1,10 +1,11 @@
-"""The line by which a process says that it is ready. A reader of the line need not load the modules of the process."""
+"""The lines by which a process says what it waits for, and that it is ready. A reader of the lines need not load the
+modules of the process."""
 
 from __future__ import annotations
 
 import gc
 import json
-from typing import Final
+from typing import Any, Final
 
 NEW_OBJECTS: Final = 5_000
 """New objects until the garbage collector runs. A larger threshold frees cyclic garbage later. With Python's default
@@ -31,11 +32,26 @@ def announce(**fields: str) -> None:
     print(json.dumps({"ready": fields}), flush=True)
 
 
+def say(text: str) -> None:
+    """Write one JSON line to standard output: why the role is not ready yet."""
+    print(json.dumps({"say": text}), flush=True)
+
+
 def read_announcement(line: str) -> dict[str, str] | None:
     """The fields of an `announce` line, or None for any other line."""
+    ready = _message(line).get("ready")
+    return ready if isinstance(ready, dict) else None
+
+
+def read_word(line: str) -> str | None:
+    """The text of a `say` line, or None for any other line."""
+    text = _message(line).get("say")
+    return text if isinstance(text, str) else None
+
+
+def _message(line: str) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except ValueError:
-        return None
-    ready = message.get("ready") if isinstance(message, dict) else None
-    return ready if isinstance(ready, dict) else None
+        return {}
+    return message if isinstance(message, dict) else {}

@@ -23,7 +23,7 @@ from hackkv.model.warm import warm_up
 from hackkv.model.worker import Worker, load_worker
 from hackkv.nodes import NodeIdentity
 from hackkv.types import Role
-from node.announcement import announce
+from node.announcement import announce, say
 from node.config import NodeConfig
 from node.process import Shutdown
 from node.spans import ProcessTracer, open_spans
@@ -107,9 +107,9 @@ async def serve_node(
     if worker.model.device.type == "cuda":
         torch.cuda.set_device(worker.model.device)  # for this thread: its wires ask for the current device
     num_pages = worker.pages_in(_kv_bytes(config, worker), prompts=role is Role.PREFILL)
-    if sizes := worker.backend.batches_to_warm(config.busiest.slots):
-        log.info("compiling the kernels of %s", worker.kernels)
-        await asyncio.to_thread(warm_up, worker, sizes)
+    if compiler := worker.backend.compiler:
+        say(f"compiling the kernels of {worker.kernels}, as far as this machine's cache lacks them")
+        await asyncio.to_thread(warm_up, worker, compiler, config.busiest.slots, say)
     listen = config.listen
     async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:
         address = await server.start()

@@ -88,6 +88,7 @@ class MetaBackend:
     """Implements `Backend` for a device without values."""
 
     name = isa = "meta"
+    compiler = None
     device = META
 
     def __init__(self) -> None:
@@ -100,9 +101,6 @@ class MetaBackend:
 
     def stopwatch(self) -> Stopwatch:
         return HostStopwatch()
-
-    def batches_to_warm(self, most: int) -> Series[int]:
-        return ()
 
     def xxh3_64(self, pieces: Series[Tensor], seed: int) -> list[int]:
         raise AssertionError("a device without values has no checksums")

@@ -128,17 +128,19 @@ class GatedCodec(PagedCodec):
         kept = Kept(fmt, backend.kernels_for(fmt, RowReference))
         super().__init__("fp16", (kept,) * layers, backend, (("page_tokens", str(page_tokens)),))
         self.permits = threading.Semaphore(0)
+        self._opened = threading.Event()
         self.arrived = threading.Semaphore(0)
         """Released each time that the engine comes to the gate."""
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.arrived.release()
-        assert self.permits.acquire(timeout=TIMEOUT_S)
+        assert self._opened.is_set() or self.permits.acquire(timeout=TIMEOUT_S)
         return super().attend(layer, pool, batch, q, k, v)
 
     def open(self) -> None:
         """Let everything through from now on."""
-        self.permits.release(1_000_000)
+        self._opened.set()
+        self.permits.release()  # for the thread that waits, if one does
 
     def reached(self) -> None:
         """Return when the engine waits at the gate; for `asyncio.to_thread`."""

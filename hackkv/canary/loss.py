@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
+from hack_kernels.base import Compiler
 from torch import Tensor
 
 from hackkv.batch import Span
@@ -57,6 +58,17 @@ def read_exactly(model: Llama, ids: Sequence[int]) -> Reference:
     cache = ExactKv()
     chunks = (ids[start : start + CHUNK_TOKENS] for start in range(0, len(ids), CHUNK_TOKENS))
     return Reference(tuple(ids), torch.cat([advance(model, [(cache, chunk)]) for chunk in chunks]))
+
+
+@torch.inference_mode()
+def compile_for(model: Llama, codec: KvCodec, ids: Sequence[int], compiler: Compiler) -> None:
+    """Compile what `codec_loss` calls for the text `ids`. Else its calls would compile kernels one by one."""
+    with compiler.compiling(_unheard):
+        _run(model, codec, ids, Pace())
+
+
+def _unheard(done: int, total: int) -> None:
+    """Nobody waits for long."""
 
 
 @torch.inference_mode()

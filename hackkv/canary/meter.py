@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hackkv.canary.loss import Pace, Reference, codec_loss, read_exactly
+from hackkv.canary.loss import Pace, Reference, codec_loss, compile_for, read_exactly
 from hackkv.codecs import CODECS
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError
@@ -53,10 +53,14 @@ class Meter:
         if self._reference is None:
             self._reference = read_exactly(self._load_plain(planned), self._ids(planned))
         if not planned.codec.prepares_weights:
-            return codec_loss(self._load_plain(planned), planned.codec, self._reference, pace)
-        self._plain = None
-        gc.collect()  # before the second copy is read
-        return codec_loss(planned.load(), planned.codec, self._reference, pace)
+            model = self._load_plain(planned)
+        else:
+            self._plain = None
+            gc.collect()  # before the second copy is read
+            model = planned.load()
+        if compiler := planned.backend.compiler:
+            compile_for(model, planned.codec, self._reference.ids, compiler)
+        return codec_loss(model, planned.codec, self._reference, pace)
 
     def _load_plain(self, planned: Unloaded) -> Llama:
         if self._plain is None:

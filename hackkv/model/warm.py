@@ -1,16 +1,18 @@
-"""Runs everything that serving launches, before a node's port opens.
+"""Calls everything that serving calls, before a node's port opens.
 
-A backend may compile a kernel when it is launched for the first time, which takes seconds. No request waits for that.
+A backend may compile a kernel when it is called for the first time, which takes seconds. No request waits for that.
 Steps are recorded later, over the pools that the node serves from (`hackkv.model.graphs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from time import monotonic
 from typing import Final
 
 import torch
+from hack_kernels.base import Compiler
 
 from hackkv.batch import Span
 from hackkv.model.runner import ModelRunner
@@ -25,11 +27,37 @@ LONG: Final = 258
 """A prompt that runs alone has at least this many rows, less one: a backend may compile other kernels for many."""
 SHORT: Final = 3
 """Rows of a prompt in a large batch: a chunk of two rows and a chunk of one."""
+PROGRESS_S: Final = 5.0
 _GREEDY: Final = Sampling(0, 1 << 30, temperature=0.0, ignore_eos=True)
 
 
+Say = Callable[[str], None]
+"""Tells the operator something."""
+
+
+def warm_up(worker: Worker, compiler: Compiler, most: int, say: Say) -> None:
+    """Compile what a node with batches of up to `most` sequences calls, and call it once. `say` gets the progress, from
+    other threads."""
+    sizes, words = compiler.batches(most), _Progress(say)
+    with compiler.compiling(words.tell):
+        call_all(worker, sizes)
+    call_all(worker, sizes)
+
+
+class _Progress:
+    """Says how many kernels are compiled, now and then."""
+
+    def __init__(self, say: Say) -> None:
+        self._say, self._next = say, monotonic() + PROGRESS_S
+
+    def tell(self, done: int, total: int) -> None:
+        if (now := monotonic()) >= self._next:
+            self._next = now + PROGRESS_S
+            self._say(f"compiling kernels, {done} of {total} are done")
+
+
 @torch.inference_mode()
-def warm_up(worker: Worker, sizes: Sequence[int]) -> None:
+def call_all(worker: Worker, sizes: Sequence[int]) -> None:
     """Compute prompts and steps in batches of each of `sizes`, and move pages and rows out of pools and back.
 
     It takes small pools of its own and leaves none.

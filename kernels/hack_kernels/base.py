@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Final, Protocol, TypeVar
@@ -41,11 +42,11 @@ class Plane:
     """The plane follows from the other planes, so a receiver can compute it."""
     most_sum: int | None = None
     """For a plane of sizes: the largest sum of a page's sizes. A receiver refuses larger sums and negative sizes."""
+    page_bytes: int = field(init=False, compare=False)
+    """Bytes of this plane in one page of one KV head; every frame asks for them."""
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of this plane in one page of one KV head."""
-        return prod(self.shape) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "page_bytes", prod(self.shape) * self.dtype.itemsize)
 
 
 class PageFormat(ABC):
@@ -314,6 +315,23 @@ class Stopwatch(Protocol):
         ...
 
 
+OnKernel = Callable[[int, int], None]
+"""Called with the number of kernels that are compiled, and the number of those known to be needed."""
+
+
+class Compiler(Protocol):
+    """Compiles kernels that would else be compiled by their first call."""
+
+    def batches(self, most: int) -> Sequence[int]:
+        """Sizes of batches, up to `most`, that call every kernel."""
+        ...
+
+    def compiling(self, on_kernel: OnKernel) -> AbstractContextManager[object]:
+        """While the context is open, the kernels that this thread calls are compiled, many at a time, and do not run:
+        their results are zeros. Leaving the context waits for all of them. `on_kernel` is called by other threads."""
+        ...
+
+
 class Backend(Protocol):
     """Kernels for one kind of device."""
 
@@ -323,6 +341,8 @@ class Backend(Protocol):
     device: torch.device
     """The device of pools and all arguments."""
     rows: RowKernels
+    compiler: Compiler | None
+    """What compiles kernels before they are called; None if the first call of a kernel is as fast as the others."""
 
     def kernels_for(self, fmt: FormatT, definition: Callable[[FormatT, torch.device], KernelsT]) -> KernelsT:
         """This backend's kernels for a page format, or the format's definition in torch where the backend has none.
@@ -333,10 +353,6 @@ class Backend(Protocol):
 
     def stopwatch(self) -> Stopwatch:
         """A new stopwatch, at 0."""
-        ...
-
-    def batches_to_warm(self, most: int) -> Sequence[int]:
-        """Sizes of batches, up to `most`, that launch every kernel compiled on first use; none if there is no such."""
         ...
 
     def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:

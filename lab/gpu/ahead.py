@@ -8,41 +8,17 @@ The cache is valid on machines with the same Triton, to the byte of its files. N
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import sys
 
 import torch
+from hack_kernels.triton.ahead import TritonCompiler
 from hack_kernels.triton.backend import TritonBackend
-from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.split import block_sizes
-from torch import Tensor
 
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import DEFAULT_CODEC
-from hackkv.model.warm import warm_up
+from hackkv.model.warm import call_all
 from hackkv.model.worker import plan_on
 from lab.gpu.absent import target_of
-
-
-@contextmanager
-def compiling_for(arch: int) -> Iterator[list[Any]]:
-    """While the context is open, a launch only compiles its kernel, and its output is zeros. Yields the kernels that
-    were compiled or found in the cache, in the order of launches."""
-    compiled = list[Any]()
-
-    def compile_only(launch: Launch) -> None:
-        compiled.append(launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options))
-        if isinstance(out := launch.arguments.get("out"), Tensor):
-            out.zero_()
-
-    run = Launch.run
-    Launch.run = compile_only  # type: ignore[assignment, method-assign]
-    try:
-        with target_of(arch):
-            yield compiled
-    finally:
-        Launch.run = run  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -57,9 +33,15 @@ def main() -> None:
     model = ModelConfig.model_validate({"path": options.model, "dtype": options.dtype})
     here = TritonBackend(torch.device("cpu"))
     worker = plan_on(here, "cuda", model, CodecConfig(name=options.codec)).worker()
-    with compiling_for(options.arch) as compiled:
-        warm_up(worker, block_sizes(options.most))
+    compiler = TritonCompiler()
+    with target_of(options.arch), compiler.compiling(_print_progress) as compiled:
+        call_all(worker, compiler.batches(options.most))
     print(f"{len({each.hash for each in compiled})} kernels for sm_{options.arch}, {len(compiled)} launches")
+
+
+def _print_progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"{done} of {total} kernels", end="\r", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rapidfuzz import fuzz
-from rouge_score import rouge_scorer
 
 from measure.accuracy.stats import Floats
 from measure.tasks import Ids
+
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
 
 Decode = Callable[[Ids], str]
 TAIL = 64
@@ -83,7 +86,9 @@ def edit_similarity(said: str, truth: str) -> float:
 
 
 @cache
-def _rouge() -> rouge_scorer.RougeScorer:
+def _rouge() -> RougeScorer:
+    from rouge_score import rouge_scorer  # noqa: PLC0415 - it loads scipy, for seconds
+
     return rouge_scorer.RougeScorer(["rouge1"], use_stemmer=True)
 
 

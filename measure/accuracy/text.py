@@ -13,6 +13,7 @@ import json
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from hackkv.packaged import SHIPPED
@@ -95,11 +96,11 @@ def _library(root: Path) -> Iterator[Document]:
             yield from _read(name, path)
 
 
-def _files(root: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(root.rglob(f"*{CODE_SUFFIX}")):
-        name = path.relative_to(root).as_posix()
-        if SKIPPED.isdisjoint(name.split("/")):
-            yield name, path
+@cache
+def _files(root: Path) -> tuple[tuple[str, Path], ...]:
+    """Names and paths of the files of code below `root`, in order. A library does not change while it is read."""
+    named = ((path.relative_to(root).as_posix(), path) for path in sorted(root.rglob(f"*{CODE_SUFFIX}")))
+    return tuple((name, path) for name, path in named if SKIPPED.isdisjoint(name.split("/")))
 
 
 def _read(name: str, path: Path) -> Iterator[Document]:

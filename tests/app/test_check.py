@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from app.cluster import START_S, Checked, ClusterPlan, LocalCluster
 from chaos.loop import run as on_a_virtual_clock
 from hackkv.errors import NodeLost
+from tests.app.saying import Saying
 
 LOSS = {"kl": 0.01}
 LINES = [f"checking codec {number}" for number in range(10)]
@@ -23,41 +23,16 @@ WORDS = (
 )
 
 
-class Check:
-    """A stand-in for the check's process. It says `WORDS`, each after its pause in seconds."""
-
-    def __init__(self, pauses: Sequence[float]) -> None:
-        self.stdout, self.ended = asyncio.StreamReader(), False
-        self._pauses, self._at = pauses, 0
-
-    def order(self, arguments: Sequence[str]) -> None:
-        """Begin the check."""
-        self._say_later()
-
-    async def end(self) -> None:
-        """End the check: it says nothing more."""
-        self.ended = True
-
-    def _say_later(self) -> None:
-        if self._at < len(self._pauses):
-            asyncio.get_running_loop().call_later(self._pauses[self._at], self._say)
-
-    def _say(self) -> None:
-        self.stdout.feed_data(json.dumps(WORDS[self._at]).encode() + b"\n")
-        self._at += 1
-        self._say_later()
-
-
 class Forks:
     """A fork server whose only child is the check. Loading takes `load_s`."""
 
     alive = True
 
-    def __init__(self, check: Check, load_s: float) -> None:
+    def __init__(self, check: Saying, load_s: float) -> None:
         self._check, self._load_s = check, load_s
         self.loading = 0
 
-    async def fork(self, role: str, name: str) -> Check:
+    async def fork(self, role: str, name: str) -> Saying:
         """Start the check."""
         assert role == "check"
         return self._check
@@ -73,7 +48,7 @@ class Forks:
 
 async def outcome(folder: Path, pauses: Sequence[float], load_s: float = 1.0) -> tuple[Checked | NodeLost, float]:
     """The cluster's result of a check, and the seconds that it took. Asserts that nothing is left behind."""
-    check, said = Check(pauses), list[str]()
+    check, said = Saying(WORDS, pauses), list[str]()
     forks = Forks(check, load_s)
     cluster = LocalCluster(ClusterPlan({}, {}), folder, said.append)
     cluster._server = forks  # type: ignore[assignment]

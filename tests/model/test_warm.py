@@ -23,7 +23,7 @@ from torch import Tensor
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.generate import generate
 from hackkv.model.tiny import Tiny, write_tiny
-from hackkv.model.warm import warm_up
+from hackkv.model.warm import call_all
 from hackkv.model.worker import Worker, load_worker
 from tests.on_triton import compiled_for, served
 from tests.pair import PI, greedy, paired, prompt, tiny_worker
@@ -63,7 +63,7 @@ async def test_serving_compiles_nothing_after_the_warm_up(codec: str) -> None:
     prompts but not for their answers."""
     worker, chance = worker_in_bf16(codec), random.Random(codec)
     with compiling() as warmed:
-        warm_up(worker, block_sizes(MOST))
+        call_all(worker, block_sizes(MOST))
     with compiling() as compiled:
         async with paired(worker, num_pages=20, timeout_s=600.0) as nodes:
             sizes = [PI, 2 * PI + 1, *(chance.randrange(1, 5 * PI) for _ in range(6))]
@@ -82,7 +82,7 @@ def test_what_the_warm_up_leaves_out_would_be_seen() -> None:
     sets = list[set[object]]()
     for size in (1, 2):
         with compiling() as compiled:
-            warm_up(worker, [size])
+            call_all(worker, [size])
         sets.append(compiled)
     assert not sets[0] <= sets[1]
     assert not sets[1] <= sets[0]
@@ -105,7 +105,7 @@ def check_answers(worker: Worker, sizes: list[int]) -> None:
     """A request has the same answer before and after a warm-up."""
     request = greedy("r", prompt(0, PI + 1), 3, ignore_eos=True)
     before = generate(worker, request)
-    warm_up(worker, sizes)
+    call_all(worker, sizes)
     assert generate(worker, request) == before
 
 
@@ -124,5 +124,5 @@ def test_every_batch_runs_the_kernels_of_one_that_is_warmed(most: int, batch: in
 def test_a_batch_larger_than_its_slots_is_warmed_too() -> None:
     worker = worker_in_bf16("hack")
     with compiling() as compiled:
-        warm_up(worker, [LARGE_BATCH + 1])
+        call_all(worker, [LARGE_BATCH + 1])
     assert compiled

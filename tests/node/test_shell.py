@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from hack_kernels.base import OnKernel
 from hack_kernels.cpu import CpuBackend
 
 from decode_node.config import DecodeConfig
 from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model import warm
 from hackkv.model.tiny import Tiny, write_tiny
-from hackkv.model.warm import warm_up
+from hackkv.model.warm import call_all
 from hackkv.model.worker import Worker, load_worker
 from hackkv.types import Role
 from node import shell
+from node.announcement import read_word
 from node.process import Shutdown
 from node.shell import Ground, Hosted, Loaded, serve_node, worker_for
 
@@ -47,19 +50,26 @@ class _NoPort(Exception):
 
 @pytest.mark.usefixtures("_own_threads")
 async def test_what_compiles_on_first_use_has_run_before_a_port_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The CPU backend compiles nothing, so it is patched to claim that it does. The whole warm-up runs."""
+    """The CPU backend compiles nothing, so it gets a compiler that lets kernels run. The whole warm-up runs twice."""
     path = str(write_tiny(tmp_path / "tiny", Tiny()))
     codec, settings = CodecConfig(name="hack"), ModelConfig(path=path, backend="cpu", threads=1)
     config, done = DecodeConfig(model=settings, codec=codec, kv_bytes=1 << 20), list[object]()
 
-    def sizes(backend: CpuBackend, most: int) -> Sequence[int]:
-        assert most == config.busiest.slots
-        return 1, 2
+    class Noting:
+        def batches(self, most: int) -> Sequence[int]:
+            assert most == config.busiest.slots
+            return 1, 2
 
-    def warm(worker: Worker, sizes: Sequence[int]) -> None:
-        warm_up(worker, sizes)
+        @contextmanager
+        def compiling(self, on_kernel: OnKernel) -> Iterator[None]:
+            done.append("compiling")
+            yield
+            done.append("compiled")
+
+    def called(worker: Worker, sizes: Sequence[int]) -> None:
+        call_all(worker, sizes)
         done.append(sizes)
 
     def port(*_: object, **__: object) -> None:
@@ -69,10 +79,11 @@ async def test_what_compiles_on_first_use_has_run_before_a_port_opens(
     def hosted(ground: Ground[DecodeConfig]) -> AbstractAsyncContextManager[Hosted]:
         raise AssertionError
 
-    monkeypatch.setattr(CpuBackend, "batches_to_warm", sizes)
-    monkeypatch.setattr(shell, "warm_up", warm)
+    monkeypatch.setattr(CpuBackend, "compiler", Noting())
+    monkeypatch.setattr(warm, "call_all", called)
     monkeypatch.setattr(shell, "RpcServer", port)
     loaded = Loaded(settings, codec, load_worker(settings, codec))
     with pytest.raises(_NoPort):
         await serve_node(Role.DECODE, hosted, config, Shutdown(), loaded)
-    assert done == [(1, 2), "port"]
+    assert done == ["compiling", (1, 2), "compiled", (1, 2), "port"]
+    assert read_word(capsys.readouterr().out)

@@ -56,6 +56,7 @@ class CpuBackend:
     """Implements `Backend`. Raises `BackendUnavailable` where the extension or the instruction set is missing."""
 
     name = "cpu"
+    compiler = None
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         supported = extension.supported_isas()
@@ -77,10 +78,6 @@ class CpuBackend:
         """The host's clock: calls return when the work is done. Recorded steps read it too."""
         made: Stopwatch = extension.compiled().Stopwatch()
         return made
-
-    def batches_to_warm(self, most: int) -> Sequence[int]:
-        """Nothing is compiled."""
-        return ()
 
     def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:
         """XXH3-64 by the library `xxhash`."""

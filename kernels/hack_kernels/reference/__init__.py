@@ -21,6 +21,7 @@ class ReferenceBackend:
 
     name = "reference"
     isa = "torch"
+    compiler = None
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
@@ -33,10 +34,6 @@ class ReferenceBackend:
     def stopwatch(self) -> Stopwatch:
         """The host's clock: calls return when the work is done."""
         return HostStopwatch()
-
-    def batches_to_warm(self, most: int) -> Sequence[int]:
-        """Nothing is compiled."""
-        return ()
 
     def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:
         """XXH3-64 by the library `xxhash`, on the host."""

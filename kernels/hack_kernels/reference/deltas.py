@@ -20,7 +20,7 @@ class DeltaReference(ReadingReference):
         super().__init__(fmt, device)
         self.fmt = fmt
         self._anchors, self._others = fmt.anchors.to(device), fmt.others.to(device)
-        self._place = torch.cat((self._anchors, self._others)).argsort()
+        self._place = torch.cat((fmt.anchors, fmt.others)).argsort().to(device)
         """[Π] int64: the place of each row in the list of anchors followed by the other rows."""
 
     def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:

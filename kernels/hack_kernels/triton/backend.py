@@ -46,6 +46,7 @@ except ModuleNotFoundError as error:
     raise BackendUnavailable(NO_TRITON) from error
 
 from hack_kernels.triton import decode, exchange, layout, prefill
+from hack_kernels.triton.ahead import TritonCompiler
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.dense import attn_dequantized, hack_sides
 from hack_kernels.triton.events import EventStopwatch, mark
@@ -56,7 +57,7 @@ from hack_kernels.triton.levels import NARROWEST, LevelTriton
 from hack_kernels.triton.row_ops import FusedRows
 from hack_kernels.triton.rows import RowTriton
 from hack_kernels.triton.seal import seal
-from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace, block_sizes
+from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace
 from hack_kernels.triton.xxh3 import xxh3_64
 
 PREFILL_VARIABLE: Final = "HACKKV_TRITON_PREFILL"
@@ -166,6 +167,7 @@ class TritonBackend:
 
     def __init__(self, device: torch.device, prefill: Prefill = Prefill.DENSE) -> None:
         self.device = device
+        self.compiler = TritonCompiler() if device.type == "cuda" else None
         self.rows: RowKernels = TritonRows()
         self.prefill = prefill
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -181,10 +183,6 @@ class TritonBackend:
         if self.device.type != "cuda":
             return HostStopwatch()
         return EventStopwatch(partial(mark, self.device))
-
-    def batches_to_warm(self, most: int) -> Sequence[int]:
-        """One of each `batch_block`. Interpreted, nothing is compiled."""
-        return block_sizes(most) if self.device.type == "cuda" else ()
 
     def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:
         """XXH3-64 in two launches a piece. The host waits once."""
