@@ -48,6 +48,7 @@ from hackkv.types import (
 )
 from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
+from tests.polling import POLL_S
 from transport.base import KvSender
 from transport.closing import closing
 from transport.wires import Loopback, Wire
@@ -169,7 +170,7 @@ class Pair:
         use."""
         async with asyncio.timeout(TIMEOUT_S):
             while (info := await self.decode.describe()).running or info.free_pages < info.total_pages:  # noqa: ASYNC110
-                await asyncio.sleep(0)  # no event reports the end of a step or a copy
+                await asyncio.sleep(POLL_S)  # no event reports the end of a step or a copy
         for info in (await self.prefill.describe(), await self.decode.describe()):
             assert (info.free_pages, info.running, info.waiting, info.queued_tokens) == (info.total_pages, 0, 0, 0)
         assert self.prefill.outbox.held_bytes == 0

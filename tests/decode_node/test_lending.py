@@ -23,6 +23,7 @@ from hackkv.types import WIRE_FORM, DecodeJob, Fingerprint, Handoff, HandoffEnd,
 from hackkv.wire_form import WIRE_FORMS, wire_form
 from tests.decode_node.calls import close
 from tests.pair import PI, TIMEOUT_S, Pair, greedy, paired, prompt, tiny_worker
+from tests.polling import POLL_S
 from transport.closing import closing
 
 IDS = prompt(1, 3 * PI + 5)
@@ -129,7 +130,7 @@ async def test_pages_that_do_not_come_back_from_host_memory_are_not_lent(monkeyp
         await nodes.serve(greedy("first", IDS, 2))
         async with asyncio.timeout(TIMEOUT_S):
             while nodes.decode.pool.kept.known[1] < 3:  # noqa: ASYNC110  # nothing tells of a copy's end
-                await asyncio.sleep(0)
+                await asyncio.sleep(POLL_S)
         await nodes.serve(greedy("other", prompt(2, 4 * PI), 2))
         monkeypatch.setattr(HostPages, "load", broken)
         reserve, give_back = nodes.decode.inbox.reserve, nodes.decode.pool.give_back

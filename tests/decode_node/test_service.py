@@ -17,6 +17,7 @@ from hackkv.types import (
 )
 from prefill_node import passes
 from tests.pair import PI, TIMEOUT_S, greedy, paired, prompt, tiny_worker
+from tests.polling import POLL_S
 
 LENGTHS = (1, PI - 1, PI, PI + 1, 2 * PI, 70)
 
@@ -98,4 +99,4 @@ async def test_idle_nodes_hold_no_memory_for_rows_of_sequences_that_are_gone(mon
             async with asyncio.timeout(TIMEOUT_S):
                 # A prefill node copies from the slot of its last prompt before its next pass.
                 while sorted(given_back.values()) != [8, 31]:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(POLL_S)

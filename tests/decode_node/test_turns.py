@@ -29,6 +29,7 @@ from hackkv.types import (
 from tests.codecs.examples import SelectingCodec, worker_of
 from tests.decode_node.calls import begun_together, close, held_up, landed
 from tests.pair import DECODING, PI, SHARING, TIMEOUT_S, Pair, Served, greedy, paired, prompt, tiny_worker
+from tests.polling import POLL_S
 from transport.closing import closing
 
 TURNS = 3
@@ -97,7 +98,7 @@ async def test_pages_come_back_from_host_memory_bit_equal(codec: str) -> None:
         first = await turn(nodes, ids, "first")
         async with asyncio.timeout(TIMEOUT_S):
             while await stat(nodes, "hackkv_held_host_pages") < 5:  # noqa: ASYNC110  # no event reports a copy's end
-                await asyncio.sleep(0)
+                await asyncio.sleep(POLL_S)
         for number in range(4):
             await turn(nodes, prompt(20 + number, 4 * PI + 1), f"other{number}", tokens=2)
         assert await stat(nodes, "hackkv_held_evictions_total") > 5

@@ -22,6 +22,7 @@ from prefill_node.service import PrefillService
 from tests.e2e.in_process import in_process_cluster
 from tests.kinds import in_a_cluster
 from tests.pair import SHARING, TIMEOUT_S, prompt
+from tests.polling import POLL_S
 from tests.router.processes import ROUTERS, WORKERS
 from tests.wires import WIRES_HERE
 
@@ -152,7 +153,7 @@ async def test_another_prefill_node_gets_a_conversation_from_its_decode_node(
         ids += (*await say(client, ids), 7, 8)
         async with asyncio.timeout(TIMEOUT_S):
             while not len(decode[0].inbox.lender.rows):  # noqa: ASYNC110
-                await asyncio.sleep(0)  # no event reports a copy's end
+                await asyncio.sleep(POLL_S)  # no event reports a copy's end
         for node in nodes:
             if (await node.describe()).marks:
                 await node.drain(0.0)

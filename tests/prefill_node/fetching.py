@@ -13,6 +13,7 @@ from hackkv.model.worker import Worker
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt, Token
 from prefill_node.fetch_choice import PrefixFetch
 from tests.pair import PI, TIMEOUT_S, Pair, Served, exchanged, greedy, paired, prompt
+from tests.polling import POLL_S
 from transport.base import KvSender, Lend
 
 ANSWER = PI + 7
@@ -76,4 +77,4 @@ async def rows_are_kept(nodes: Pair, worker: Worker, sequences: int) -> None:
     if worker.codec.window.pages > 1:
         async with asyncio.timeout(TIMEOUT_S):
             while len(nodes.decode.inbox.lender.rows) < sequences:  # noqa: ASYNC110  # no event reports a copy
-                await asyncio.sleep(0)
+                await asyncio.sleep(POLL_S)

@@ -14,6 +14,7 @@ import pytest
 from hackkv.model.generate import generate
 from hackkv.types import DecodeJob, Prefilled, PrefillJob, Reserved, Token
 from tests.pair import PI, SHARING, TIMEOUT_S, exchanged, greedy, paired, prompt, tiny_worker
+from tests.polling import POLL_S
 from tests.prefill_node.calls import close
 from tests.prefill_node.fetching import ANSWER, FETCHES, FEW, cold, longer, rows_are_kept, second_turn, stat, turn
 from transport.closing import closing
@@ -70,7 +71,7 @@ async def test_pages_in_the_decode_nodes_host_memory_are_fetched_too(codec: str)
         await rows_are_kept(nodes, worker, 1)
         async with asyncio.timeout(TIMEOUT_S):
             while await stat(nodes, "hackkv_held_host_pages") < 5:  # noqa: ASYNC110  # nothing tells of a copy's end
-                await asyncio.sleep(0)
+                await asyncio.sleep(POLL_S)
         for number in range(4):
             await turn(nodes, prompt(20 + number, 4 * PI + 1), f"other{number}")
         ids = longer(ids, first, 2)

@@ -19,6 +19,7 @@ import pytest
 
 from router.api.prompts import SMALL
 from router.config import MAX_WORKERS, LimitsConfig, RouterConfig
+from tests.polling import POLL_S
 from tests.router.processes import PATIENCE_S, WORKERS, nodes, router
 from tests.router.scripted import Point, Script
 
@@ -180,7 +181,7 @@ async def parser_of(router: int) -> int:
     """The one child of a router that still runs."""
     async with asyncio.timeout(PATIENCE_S):
         while len(found := [pid for pid in children_of(router) if parser_command(pid)]) != 1:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await asyncio.sleep(POLL_S)
     return found[0]
 
 

@@ -23,6 +23,7 @@ from router.api.parser import LARGE_NICENESS, NICENESS
 from router.api.prompts import SMALL, PromptParser
 from router.api.schema import ChatRequest, CompletionRequest
 from router.packets import pack, read_packet
+from tests.polling import POLL_S
 from tests.router.conftest import check_error, make_served
 from tests.router.scripted import Cluster
 
@@ -141,7 +142,7 @@ HUGE = json.dumps({"messages": [{"role": "user", "content": "x"}], "user": "y" *
 async def children(prompts: PromptParser, count: int) -> None:
     """Wait until so many jobs are at work."""
     while prompts.parsers.jobs != count:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+        await asyncio.sleep(POLL_S)
 
 
 def processes(parent: int) -> list[str]:
@@ -180,13 +181,13 @@ async def test_the_process_ends_when_the_client_leaves(stuck: PromptParser) -> N
     await children(stuck, 1)
     parent = stuck.parsers.pid
     while not processes(parent):  # noqa: ASYNC110
-        await asyncio.sleep(0)
+        await asyncio.sleep(POLL_S)
     (child,) = processes(parent)
     client.gone.set()
     with pytest.raises(Cancelled):
         await parsing
     while child in processes(parent):  # noqa: ASYNC110
-        await asyncio.sleep(0)
+        await asyncio.sleep(POLL_S)
     assert stuck.parsers.jobs == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -196,7 +197,7 @@ async def test_a_process_that_dies_is_an_error_and_the_next_job_has_a_new_one(st
     await children(stuck, 1)
     first = stuck.parsers.pid
     while not processes(first):  # noqa: ASYNC110
-        await asyncio.sleep(0)
+        await asyncio.sleep(POLL_S)
     (child,) = processes(first)
     os.kill(int(child), 9)
     with pytest.raises(Unavailable):
