@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
-from hack_kernels.base import FormatT, KernelsT, PageFormat, Planes, Pool, RowKernels, Rows, Spans, Stopwatch
+from hack_kernels.base import Compiler, FormatT, KernelsT, PageFormat, Planes, Pool, RowKernels, Rows, Spans, Stopwatch
 from hack_kernels.choosing import ChoiceInput, Scores
 from hack_kernels.level_format import Feedback
 from hack_kernels.reference.wire_order import WireOrder
@@ -88,7 +88,7 @@ class MetaBackend:
     """Implements `Backend` for a device without values."""
 
     name = isa = "meta"
-    compiler = None
+    compiler: Compiler | None = None
     device = META
 
     def __init__(self) -> None:

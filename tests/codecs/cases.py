@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -74,19 +74,26 @@ VARIANTS = [
         Case("rot-k3v2", page_tokens=pi, head_dim=d, group=g, settings=CODED)
         for pi, d, g in [(64, 96, 1), (128, 128, 7), (32, 256, 3), (64, 80, 2)]
     ),
-    *(Case("rot-k3v2", backend=backend, settings=CODED, calibrated=True) for backend in AUTO),
+    Case("rot-k3v2", settings=CODED, calibrated=True),
     Case("rot-k4v4", 64, 96, group=3, calibrated=True),
-    *(Case("rot-k3v2", group=3, backend=backend, settings={"exact_layers": LAYER}) for backend in AUTO),
-    *(Case("rot-k3v2", backend=backend, settings={"scales": "fp8", **CODED}, calibrated=True) for backend in AUTO),
+    Case("rot-k3v2", group=3, settings={"exact_layers": LAYER}),
+    Case("rot-k3v2", settings={"scales": "fp8", **CODED}, calibrated=True),
     *(
-        Case("kvquant-2", pi, d, backend=backend, settings={"k_bits": bits, "v_bits": 3}, calibrated=True)
-        for backend in AUTO
+        Case("kvquant-2", pi, d, settings={"k_bits": bits, "v_bits": 3}, calibrated=True)
         for pi, d, bits in [(32, 64, 2), (64, 128, 3)]
     ),
     Case("kvquant-4", 64, 96, group=3, settings={"k_bits": 3, "v_bits": 3}),
     Case("rot-k2v2", settings={"k_bits": 8, "v_bits": 8, **CODED}),
 ]
-CASES = [*TABLE, *VARIANTS]
+"""Other settings and shapes. The definitions in torch are slow, so theirs are slow tests."""
+CASES = [
+    *TABLE,
+    *(
+        pytest.param(replace(case, backend=backend), marks=[pytest.mark.slow] if backend == "reference" else [])
+        for case in VARIANTS
+        for backend in AUTO
+    ),
+]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 table = pytest.mark.parametrize("case", TABLE, ids=str)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import LlamaForCausalLM
 
 import hackkv
 from hackkv.config import CodecConfig, ModelConfig
@@ -25,8 +25,8 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module", name="oracle")
-def make_oracle() -> AutoModelForCausalLM:
-    oracle: AutoModelForCausalLM = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+def make_oracle() -> LlamaForCausalLM:
+    oracle: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     return oracle
 
 
@@ -36,7 +36,7 @@ def make_worker() -> Worker:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=["code", "documentation", "long"])
-def test_greedy_tokens_equal_transformers(oracle: AutoModelForCausalLM, worker: Worker, prompt: str) -> None:
+def test_greedy_tokens_equal_transformers(oracle: LlamaForCausalLM, worker: Worker, prompt: str) -> None:
     ids = tuple(Tokenizer(FOLDER).encode(prompt))
     prompt_ids = torch.tensor([ids])
     whole = oracle.generate(

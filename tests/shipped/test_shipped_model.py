@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hackkv
 from measure import tasks
@@ -17,8 +17,8 @@ TRIALS = 8
 
 
 @pytest.fixture(scope="module", name="model")
-def load_model() -> AutoModelForCausalLM:
-    model: AutoModelForCausalLM = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="float32")
+def load_model() -> LlamaForCausalLM:
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(FOLDER, dtype="float32")
     return model
 
 
@@ -42,7 +42,7 @@ def read_held_out(tokenizer: PreTrainedTokenizerFast) -> Ids:
     return np.concatenate([np.array(tokenizer.encode(text)) for text in texts])
 
 
-def answered(model: AutoModelForCausalLM, examples: list[tasks.Example]) -> float:
+def answered(model: LlamaForCausalLM, examples: list[tasks.Example]) -> float:
     """Share of answer tokens that are the most likely ones under teacher forcing."""
     rows = torch.from_numpy(np.stack([tasks.join(e.prompt, e.answer) for e in examples]))
     size = len(examples[0].answer)
@@ -51,9 +51,9 @@ def answered(model: AutoModelForCausalLM, examples: list[tasks.Example]) -> floa
     return float((logits.argmax(-1) == rows[:, -size:]).float().mean())
 
 
-def test_the_shape_is_the_promised_one(model: AutoModelForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_shape_is_the_promised_one(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     config = model.config
-    assert config.architectures == ["AutoModelForCausalLM"]
+    assert config.architectures == ["LlamaForCausalLM"]
     assert (config.head_dim, config.num_attention_heads, config.num_key_value_heads) == (128, 4, 2)
     assert config.max_position_embeddings == 4096
     assert config.vocab_size == len(tokenizer) == 4096
@@ -78,15 +78,15 @@ def test_the_chat_template_marks_turns_with_single_tokens(tokenizer: PreTrainedT
     assert all(tokenizer.convert_tokens_to_ids(mark) in ids for mark in ("<|user|>", "<|end|>", "<|assistant|>"))
 
 
-def test_it_copies(model: AutoModelForCausalLM, phrases: Phrases, held_out: Ids) -> None:
+def test_it_copies(model: LlamaForCausalLM, phrases: Phrases, held_out: Ids) -> None:
     assert answered(model, [tasks.copy(s, phrases, held_out, 128) for s in range(TRIALS)]) > 0.9
 
 
-def test_it_recalls(model: AutoModelForCausalLM, phrases: Phrases, held_out: Ids) -> None:
+def test_it_recalls(model: LlamaForCausalLM, phrases: Phrases, held_out: Ids) -> None:
     assert answered(model, [tasks.recall(s, phrases, held_out, 512) for s in range(TRIALS)]) > 0.7
 
 
-def test_it_reads_text_it_has_never_seen_far_better_than_chance(model: AutoModelForCausalLM, held_out: Ids) -> None:
+def test_it_reads_text_it_has_never_seen_far_better_than_chance(model: LlamaForCausalLM, held_out: Ids) -> None:
     row = torch.from_numpy(held_out[None, :512])
     with torch.inference_mode():
         loss = torch.nn.functional.cross_entropy(model(row).logits[0, :-1], row[0, 1:])

@@ -205,6 +205,7 @@ def question() -> Spec:
     return Spec(model="mistral-7b", prefill=(prefill,), decode=(decode,), load=load, plan=plan)
 
 
+@pytest.mark.slow
 def test_a_plan_of_several_kinds_follows_a_rising_load() -> None:
     spec = question()
     demand = demand_of(spec, 7.0, parse("ttft_p90=3s,tpot_p90=60ms"))

@@ -79,6 +79,7 @@ def test_many_servers_with_equal_times_are_m_d_c() -> None:
     assert found == pytest.approx(1 + m_d_c_wait(load, servers), rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_shared_link_is_m_g_1_with_processor_sharing() -> None:
     world = World(Footprint(64, 1, 1, 1, window=OWN_PAGE_ONLY), 1)
     network = Network(world, LinkSharing.FAIR)

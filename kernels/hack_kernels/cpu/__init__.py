@@ -13,6 +13,7 @@ from torch import Tensor
 from hack_kernels.base import (
     Backend,
     BackendUnavailable,
+    Compiler,
     FormatT,
     KernelsT,
     PageFormat,
@@ -56,7 +57,7 @@ class CpuBackend:
     """Implements `Backend`. Raises `BackendUnavailable` where the extension or the instruction set is missing."""
 
     name = "cpu"
-    compiler = None
+    compiler: Compiler | None = None
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         supported = extension.supported_isas()

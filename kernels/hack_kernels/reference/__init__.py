@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hack_kernels.base import Backend, BackendUnavailable, FormatT, KernelsT, RowKernels, Stopwatch
+from hack_kernels.base import Backend, BackendUnavailable, Compiler, FormatT, KernelsT, RowKernels, Stopwatch
 from hack_kernels.checksums import xxh3_64
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.stopwatch import HostStopwatch
@@ -21,7 +21,7 @@ class ReferenceBackend:
 
     name = "reference"
     isa = "torch"
-    compiler = None
+    compiler: Compiler | None = None
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")

@@ -18,6 +18,7 @@ from torch import Tensor
 from hack_kernels.base import (
     Backend,
     BackendUnavailable,
+    Compiler,
     FormatT,
     KernelsT,
     PageFormat,
@@ -167,7 +168,7 @@ class TritonBackend:
 
     def __init__(self, device: torch.device, prefill: Prefill = Prefill.DENSE) -> None:
         self.device = device
-        self.compiler = TritonCompiler() if device.type == "cuda" else None
+        self.compiler: Compiler | None = TritonCompiler() if device.type == "cuda" else None
         self.rows: RowKernels = TritonRows()
         self.prefill = prefill
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
