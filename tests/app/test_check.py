@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.app.saying import Saying
 
 LOSS = {"kl": 0.01}
 LINES = [f"checking codec {number}" for number in range(10)]
-WORDS = (
+WORDS: tuple[Mapping[str, object], ...] = (
     {"found": {"folder": "model", "name": "m", "devices": ["cpu"]}},
     *({"say": line} for line in LINES),
     {"passed": LOSS},
