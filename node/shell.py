@@ -110,6 +110,7 @@ async def serve_node(
     if compiler := worker.backend.compiler:
         say(f"compiling the kernels of {worker.kernels}, as far as this machine's cache lacks them")
         await asyncio.to_thread(warm_up, worker, compiler, config.busiest.slots, say)
+        say("the kernels are compiled and have run")
     listen = config.listen
     async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:
         address = await server.start()

@@ -49,8 +49,8 @@ class HackLanes {
   // Attention of all rows to the page; `scores` is [Π, NV, 16].
   void attend(const ConstHackPage& page, int rows, const LaneState& state, float* scores) {
     open(page);
-    with_bits(fmt_.k_bits, [&](auto k_bits) {
-      with_bits(fmt_.v_bits, [&](auto v_bits) {
+    CodeWidths::with(fmt_.k_bits, [&](auto k_bits) {
+      CodeWidths::with(fmt_.v_bits, [&](auto v_bits) {
         each_lane_tile<S>(rows, [&](int r0, auto vectors) {
           attend_tile<dot_bits<S>(k_bits, false), dot_bits<S>(v_bits, false), vectors>(r0, state, scores);
         });

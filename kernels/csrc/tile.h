@@ -155,7 +155,7 @@ void add_minimum_terms(const HackFormat& fmt, const WidePage& wide, const HackQu
 template <class S>
 void wide_scores(const HackFormat& fmt, const WidePage& wide, const HackQuery& query, int r0, float* scores) {
   constexpr int NR = S::kTileRows;
-  with_bits(fmt.k_bits, [&](auto bits) {
+  CodeWidths::with(fmt.k_bits, [&](auto bits) {
     for (int r = 0; r < kTile; r += NR) {
       each_block<S>(fmt.page_tokens, [&](int t, auto blocks) {
         score_tile<S, dot_bits<S>(bits, false), NR, blocks>(fmt, wide, query, r0 + r, t, scores + r * fmt.page_tokens);
@@ -193,7 +193,7 @@ template <class S, bool asymmetric>
 void wide_values(const HackFormat& fmt, const WidePage& wide, const std::uint8_t* p, const RowMerge* merges,
                  float* out) {
   constexpr int NR = S::kTileRows;
-  with_bits(fmt.v_bits, [&](auto bits) {
+  CodeWidths::with(fmt.v_bits, [&](auto bits) {
     for (int r = 0; r < kTile; r += NR) {
       each_block<S>(fmt.head_dim, [&](int d, auto blocks) {
         value_tile<S, dot_bits<S>(bits, asymmetric), NR, blocks, asymmetric>(fmt, wide, p + r * fmt.page_tokens,

@@ -32,12 +32,6 @@ struct OneOf {
 
 using CodeWidths = OneOf<2, 4, 8>;
 
-// use(bits) with the width of codes as a compile-time constant.
-template <class Use>
-[[gnu::always_inline]] constexpr decltype(auto) with_bits(int bits, Use use) {
-  return CodeWidths::with(bits, use);
-}
-
 // The operations of one width of codes on instruction set S: packing, unpacking and products. Widths that divide a byte
 // share one definition (hack_pages.h); another width, such as 3 bits, needs a place in the list above and a specialization.
 template <class S, int bits>
@@ -46,7 +40,7 @@ struct Width;
 // use(Width) with the width of `bits` bits.
 template <class S, class Use>
 [[gnu::always_inline]] constexpr decltype(auto) with_width(int bits, Use use) {
-  return with_bits(bits, [&](auto constant) __attribute__((always_inline)) { return use(Width<S, constant>{}); });
+  return CodeWidths::with(bits, [&](auto constant) __attribute__((always_inline)) { return use(Width<S, constant>{}); });
 }
 
 }  // namespace hack
