@@ -56,26 +56,26 @@ class _CountingPool(ThreadPoolExecutor):
 
     def __init__(self, on_kernel: OnKernel) -> None:
         super().__init__(min(MOST_THREADS, len(os.sched_getaffinity(0))), "compile")
-        self._on_kernel, self._done, self._total = on_kernel, 0, 0
+        self._on_kernel, self._tasks = on_kernel, list[Future[Any]]()
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self._total += 1
         task = super().submit(fn, *args, **kwargs)
-        task.add_done_callback(self._count)
+        self._tasks.append(task)
+        task.add_done_callback(self._tell)
         return task
 
-    def _count(self, _: Future[Any]) -> None:
-        self._done += 1
-        self._on_kernel(self._done, self._total)
+    def _tell(self, _: Future[Any]) -> None:
+        self._on_kernel(sum(task.done() for task in self._tasks), len(self._tasks))
 
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Hold the lock of Triton's cache. Whoever has held it for `LOCK_S` is not waited for any longer."""
+    """Hold the lock of Triton's cache, to save work. A cache that cannot be written to has none, and a lock that was
+    held for `LOCK_S` is no longer waited for."""
     folder = Path(knobs.cache.dir)
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "hackkv.lock")
-    with suppress(Timeout):
+    with suppress(OSError, Timeout):
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=LOCK_S)
     try:
         yield
