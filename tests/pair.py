@@ -141,7 +141,7 @@ class GatedCodec(PagedCodec):
     def open(self) -> None:
         """Let everything through from now on."""
         self._opened.set()
-        self.permits.release()  # for the thread that waits, if one does
+        self.permits.release(64)  # more than there are threads that wait
 
     def reached(self) -> None:
         """Return when the engine waits at the gate; for `asyncio.to_thread`."""
