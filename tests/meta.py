@@ -8,8 +8,9 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
-from hack_kernels.base import Compiler, FormatT, KernelsT, PageFormat, Planes, Pool, RowKernels, Rows, Spans, Stopwatch
+from hack_kernels.base import FormatT, KernelsT, PageFormat, Planes, Pool, RowKernels, Rows, Spans, Stopwatch
 from hack_kernels.choosing import ChoiceInput, Scores
+from hack_kernels.compiler import Compiler
 from hack_kernels.level_format import Feedback
 from hack_kernels.reference.wire_order import WireOrder
 from hack_kernels.rowwise import Rowwise

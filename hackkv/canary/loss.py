@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from hack_kernels.base import Compiler
+from hack_kernels.compiler import Compiler
 from torch import Tensor
 
 from hackkv.batch import Span

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Final
 
 import torch
-from hack_kernels.base import Compiler
+from hack_kernels.compiler import Compiler
 
 from hackkv.batch import Span
 from hackkv.model.runner import ModelRunner

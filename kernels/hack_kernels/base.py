@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Final, Protocol, TypeVar
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight
 from hack_kernels.choosing import ChoiceKernels
+from hack_kernels.compiler import Compiler
 from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.recorder import Recorder
 from hack_kernels.window import OWN_PAGE_ONLY, Window
@@ -312,23 +312,6 @@ class Stopwatch(Protocol):
 
     def __exit__(self, *exc: object) -> None:
         """Stop the measurement and add it to the sum."""
-        ...
-
-
-OnKernel = Callable[[int, int], None]
-"""Called with the number of kernels that are compiled, and the number of those known to be needed."""
-
-
-class Compiler(Protocol):
-    """Compiles kernels that would else be compiled by their first call."""
-
-    def batches(self, most: int) -> Sequence[int]:
-        """Sizes of batches, up to `most`, that call every kernel."""
-        ...
-
-    def compiling(self, on_kernel: OnKernel) -> AbstractContextManager[object]:
-        """While the context is open, the kernels that this thread calls are compiled, many at a time, and do not run:
-        their results are zeros. Leaving the context waits for all of them. `on_kernel` is called by other threads."""
         ...
 
 

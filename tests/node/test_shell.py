@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hack_kernels.base import OnKernel
+from hack_kernels.compiler import OnKernel
 from hack_kernels.cpu import CpuBackend
 
 from decode_node.config import DecodeConfig

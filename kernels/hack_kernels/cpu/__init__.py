@@ -13,7 +13,6 @@ from torch import Tensor
 from hack_kernels.base import (
     Backend,
     BackendUnavailable,
-    Compiler,
     FormatT,
     KernelsT,
     PageFormat,
@@ -22,6 +21,7 @@ from hack_kernels.base import (
     Stopwatch,
 )
 from hack_kernels.checksums import xxh3_64
+from hack_kernels.compiler import Compiler
 from hack_kernels.cpu import extension
 from hack_kernels.cpu.hack import HackCpu
 from hack_kernels.cpu.levels import LevelCpu

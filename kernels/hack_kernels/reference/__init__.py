@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hack_kernels.base import Backend, BackendUnavailable, Compiler, FormatT, KernelsT, RowKernels, Stopwatch
+from hack_kernels.base import Backend, BackendUnavailable, FormatT, KernelsT, RowKernels, Stopwatch
 from hack_kernels.checksums import xxh3_64
+from hack_kernels.compiler import Compiler
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.stopwatch import HostStopwatch
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from filelock import FileLock, Timeout
 from triton import AsyncCompileMode, knobs
 
-from hack_kernels.base import OnKernel
+from hack_kernels.compiler import OnKernel
 from hack_kernels.triton.launch import Launch, instead_of_launching
 from hack_kernels.triton.split import block_sizes
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from hack_kernels.base import (
     Backend,
     BackendUnavailable,
-    Compiler,
     FormatT,
     KernelsT,
     PageFormat,
@@ -31,6 +30,7 @@ from hack_kernels.base import (
     Stopwatch,
 )
 from hack_kernels.check import check_attention, check_install, check_requantize, check_seal
+from hack_kernels.compiler import Compiler
 from hack_kernels.device_choosing import DeviceRows
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.group_format import GroupFormat
