@@ -35,8 +35,7 @@ ROUTER_GRACE_S = 1.0
 """The router's share of `STOP_S`. Nodes stop at the same moment, so requests in flight have nothing to wait for."""
 POLL_S = 0.02
 START_S = 120.0
-"""Time until a process must be ready, from the last word of any process, and the longest silence of the check of a
-model."""
+"""The longest silence of processes that are not ready yet, and of the check of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,13 +263,16 @@ class LocalCluster:
             patience.reschedule(_now() + patience_s)
             self._progress(word)
 
+        beginning = [asyncio.create_task(begin(child)) for child in children]
         try:
             async with asyncio.timeout(patience_s) as patience:
-                await asyncio.gather(*map(begin, children))
+                await asyncio.gather(*beginning)
         except TimeoutError as error:
             for child in waiting.values():
                 child.process.kill()
             raise NodeLost(f"{', '.join(waiting)} not ready in time") from error
+        finally:
+            await reap(*beginning)
 
     def _write(self, name: str, settings: dict[str, Any]) -> str:
         """Write a configuration file, whose YAML is JSON; return its path."""

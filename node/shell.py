@@ -6,7 +6,6 @@ A role gives a function that makes its service from a `Ground`; see `prefill_nod
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -32,8 +31,6 @@ from transport.membership import stay_member
 from transport.rpc_server import RpcServer
 from transport.trust import load_trust
 from transport.wires import Site, check_machine, check_wires
-
-log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=NodeConfig)
 

@@ -24,7 +24,8 @@ async def reap(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks and wait until they are over. Their outcomes are dropped."""
     for task in tasks:
         task.cancel()
-    await asyncio.wait(tasks)
+    if tasks:
+        await asyncio.wait(tasks)
     for task in tasks:
         if not task.cancelled():
             task.exception()  # marks it as retrieved, so that asyncio does not report it

@@ -39,7 +39,7 @@ def check_codec(model: ModelConfig, codec: CodecConfig, say: Callable[[str], Non
         torch.set_num_threads(model.threads)
     folder = model_folder(model)
     # The folder is looked up once: the checksum of a GGUF file takes longer than a loss from the cache.
-    meter = Meter(model.model_copy(update={"path": str(folder.path)}), canary_ids)
+    meter = Meter(model.model_copy(update={"path": str(folder.path)}), canary_ids, say)
     planned = meter.plan(codec)
     if planned.codec.lossless:
         return None

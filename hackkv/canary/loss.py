@@ -8,7 +8,7 @@ decoded, and only that half counts, since prefill has all rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Final
@@ -24,6 +24,7 @@ from hackkv.errors import NonFiniteError
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.llama import Llama
 from hackkv.model.runner import ModelRunner
+from hackkv.model.warm import now_and_then
 from hackkv.nodes import CodecLoss
 
 CHUNK_TOKENS: Final = 256
@@ -61,14 +62,12 @@ def read_exactly(model: Llama, ids: Sequence[int]) -> Reference:
 
 
 @torch.inference_mode()
-def compile_for(model: Llama, codec: KvCodec, ids: Sequence[int], compiler: Compiler) -> None:
-    """Compile what `codec_loss` calls for the text `ids`. Else its calls would compile kernels one by one."""
-    with compiler.compiling(_unheard):
+def compile_for(
+    model: Llama, codec: KvCodec, ids: Sequence[int], compiler: Compiler, say: Callable[[str], None]
+) -> None:
+    """Compile what `codec_loss` calls for the text `ids`. `say` gets the progress, from other threads."""
+    with compiler.compiling(now_and_then(say)):
         _run(model, codec, ids, Pace())
-
-
-def _unheard(done: int, total: int) -> None:
-    """Nobody waits for long."""
 
 
 @torch.inference_mode()

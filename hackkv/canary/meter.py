@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from hackkv.errors import ConfigError
 from hackkv.model.llama import Llama
 from hackkv.model.worker import Unloaded, plan_worker
 from hackkv.nodes import CodecLoss
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,12 @@ class PresetRow:
 class Meter:
     """Measures codecs on one model and one text. At most one copy of the weights is held, besides mapped ones."""
 
-    def __init__(self, model: ModelConfig, ids: Callable[[Unloaded], Sequence[int]]) -> None:
-        """`ids` gives the text: at least two tokens that the model knows. It is called once at most."""
-        self._model, self._ids = model, ids
+    def __init__(
+        self, model: ModelConfig, ids: Callable[[Unloaded], Sequence[int]], say: Callable[[str], None] = log.info
+    ) -> None:
+        """`ids` gives the text: at least two tokens that the model knows. It is called once at most. `say` gets a line
+        now and then while kernels are compiled."""
+        self._model, self._ids, self._say = model, ids, say
         self._plain: Llama | None = None
         self._reference: Reference | None = None
 
@@ -59,7 +65,7 @@ class Meter:
             gc.collect()  # before the second copy is read
             model = planned.load()
         if compiler := planned.backend.compiler:
-            compile_for(model, planned.codec, self._reference.ids, compiler)
+            compile_for(model, planned.codec, self._reference.ids, compiler, self._say)
         return codec_loss(model, planned.codec, self._reference, pace)
 
     def _load_plain(self, planned: Unloaded) -> Llama:

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Final
 
 import torch
-from hack_kernels.compiler import Compiler
+from hack_kernels.compiler import Compiler, OnKernel
 
 from hackkv.batch import Span
 from hackkv.model.runner import ModelRunner
@@ -28,32 +28,30 @@ LONG: Final = 258
 SHORT: Final = 3
 """Rows of a prompt in a large batch: a chunk of two rows and a chunk of one."""
 PROGRESS_S: Final = 5.0
+"""Seconds between two words about kernels that are compiled."""
 _GREEDY: Final = Sampling(0, 1 << 30, temperature=0.0, ignore_eos=True)
 
 
-Say = Callable[[str], None]
-"""Tells the operator something."""
-
-
-def warm_up(worker: Worker, compiler: Compiler, most: int, say: Say) -> None:
+def warm_up(worker: Worker, compiler: Compiler, most: int, say: Callable[[str], None]) -> None:
     """Compile what a node with batches of up to `most` sequences calls, and call it once. `say` gets the progress, from
     other threads."""
-    sizes, words = compiler.batches(most), _Progress(say)
-    with compiler.compiling(words.tell):
+    sizes = compiler.batches(most)
+    with compiler.compiling(now_and_then(say)):
         call_all(worker, sizes)
     call_all(worker, sizes)
 
 
-class _Progress:
-    """Says how many kernels are compiled, now and then."""
+def now_and_then(say: Callable[[str], None]) -> OnKernel:
+    """A function that tells `say` every `PROGRESS_S` how many kernels are compiled."""
+    due = monotonic() + PROGRESS_S
 
-    def __init__(self, say: Say) -> None:
-        self._say, self._next = say, monotonic() + PROGRESS_S
+    def tell(done: int, total: int) -> None:
+        nonlocal due
+        if (now := monotonic()) >= due:
+            due = now + PROGRESS_S
+            say(f"compiling kernels, {done} of {total} are done")
 
-    def tell(self, done: int, total: int) -> None:
-        if (now := monotonic()) >= self._next:
-            self._next = now + PROGRESS_S
-            self._say(f"compiling kernels, {done} of {total} are done")
+    return tell
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What a backend offers that compiles kernels on first use."""
+"""Compiles kernels before they are called, for a backend whose first call of a kernel would compile it."""
 
 from __future__ import annotations
 

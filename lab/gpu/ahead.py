@@ -8,7 +8,6 @@ The cache is valid on machines with the same Triton, to the byte of its files. N
 from __future__ import annotations
 
 import argparse
-import sys
 
 import torch
 from hack_kernels.triton.ahead import TritonCompiler
@@ -16,13 +15,13 @@ from hack_kernels.triton.backend import TritonBackend
 
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import DEFAULT_CODEC
-from hackkv.model.warm import call_all
+from hackkv.model.warm import call_all, now_and_then
 from hackkv.model.worker import plan_on
 from lab.gpu.absent import target_of
 
 
 def main() -> None:
-    """Warm up with weights and KV in host memory, and print the number of kernels."""
+    """Call everything with weights and KV in host memory, and print the number of kernels."""
     parser = argparse.ArgumentParser(prog="python -m lab.gpu.ahead", description=__doc__)
     parser.add_argument("model", nargs="?", default="", help="as `hackkv serve` takes it")
     parser.add_argument("--arch", type=int, default=90, help="compute capability without its point, such as 80 or 90")
@@ -34,14 +33,9 @@ def main() -> None:
     here = TritonBackend(torch.device("cpu"))
     worker = plan_on(here, "cuda", model, CodecConfig(name=options.codec)).worker()
     compiler = TritonCompiler()
-    with target_of(options.arch), compiler.compiling(_print_progress) as compiled:
+    with target_of(options.arch), compiler.compiling(now_and_then(print)) as compiled:
         call_all(worker, compiler.batches(options.most))
     print(f"{len({each.hash for each in compiled})} kernels for sm_{options.arch}, {len(compiled)} launches")
-
-
-def _print_progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"{done} of {total} kernels", end="\r", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def kept(results: Path, pairs: Sequence[Pair]) -> Iterator[Report]:
 
 
 def read(pairs: Sequence[Pair], jobs: int) -> Iterator[tuple[list[Pair], list[Report] | str]]:
-    """Compile and read kernels in `jobs` processes, because Triton's compiler is for one thread. Yields, in the order
-    of completion, the pairs of one kernel and generation, and their reports or the reason of a failure."""
+    """Compile and read kernels in `jobs` processes: threads would read machine code one after another. Yields, in the
+    order of completion, the pairs of one kernel and generation, and their reports or the reason of a failure."""
     tasks = [list(task) for _, task in itertools.groupby(pairs, lambda pair: (pair[0], generation(pair[1])))]
     with ProcessPoolExecutor(jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
         futures = {pool.submit(_read_task, task): task for task in tasks}

@@ -46,3 +46,7 @@ def test_nodes_that_fall_silent_are_named_and_ended(tmp_path: Path) -> None:
     assert error == "node-1, node-2 not ready in time"
     assert took == pytest.approx(6 + START_S)
     assert [process.ended for process in processes] == [False, True, True]
+
+
+def test_a_cluster_without_nodes_waits_for_nobody(tmp_path: Path) -> None:
+    assert on_a_virtual_clock(begun(tmp_path)) == ([], [], "", 0.0)

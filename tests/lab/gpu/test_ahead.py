@@ -12,25 +12,28 @@ import pytest
 pytest.importorskip("triton")
 
 PROGRAM = """
+import hashlib
 import sys
 import torch
 from hack_kernels.triton.ahead import TritonCompiler
-from hack_kernels.triton.row_ops import gate_launch, norm_launch
+from hack_kernels.triton.row_ops import gate_launch
 from lab.gpu.absent import target_of
 
-x, out, progress = torch.ones(3, 128), torch.ones(3, 64), []
-gate = gate_launch(x, out)
+outs, progress = [torch.ones(3, width) for width in (32, 64, 128, 256)], []
+launches = [gate_launch(torch.ones(3, 2 * out.shape[1]), out) for out in outs]
 if sys.argv[1] == "alone":
     with target_of(90):
-        kernels = [gate.kernel.warmup(grid=gate.grid, **gate.arguments, **gate.options)]
+        kernels = [each.kernel.warmup(grid=each.grid, **each.arguments, **each.options) for each in launches]
 else:
     with target_of(90), TritonCompiler().compiling(lambda *counts: progress.append(counts)) as kernels:
-        gate.run()
-        gate.run()
-    assert not out.any(), "nothing was launched"
-    assert progress == [(1, 1)], "a kernel is compiled once"
-    assert kernels[0].result() is kernels[1].result()
-print(kernels[0].metadata.target.arch, kernels[0].hash, len(kernels[0].asm["cubin"]))
+        for each in (*launches, *launches):
+            each.run()
+    assert not any(out.any() for out in outs), "nothing was launched"
+    assert len(progress) == len(launches), "a kernel is compiled once"
+    assert max(progress) == (len(launches), len(launches))
+    assert [each.hash for each in kernels[:4]] == [each.hash for each in kernels[4:]]
+for each in kernels[: len(launches)]:
+    print(each.metadata.target.arch, each.hash, hashlib.sha256(each.asm["cubin"]).hexdigest())
 """
 
 
@@ -49,7 +52,7 @@ def run(how: str, cache: Path) -> str:
     return done.stdout
 
 
-def test_a_launch_compiles_what_it_would_have_compiled_alone_and_runs_nothing(tmp_path: Path) -> None:
+def test_launches_compile_at_once_what_they_would_have_compiled_alone_and_run_nothing(tmp_path: Path) -> None:
     ahead = run("ahead", tmp_path / "ahead")
     assert ahead.startswith("90 ")
     assert ahead == run("alone", tmp_path / "alone")
