@@ -144,7 +144,8 @@ def add_values(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.const
     for c in tl.static_range(token_tiles // 2):
         low = tl.exp2(scores[2 * c] - base).to(tl.float16)
         high = tl.exp2(scores[2 * c + 1] - base).to(tl.float16)
-        both = tl.reshape(tl.permute(tl.join(low, high), (0, 3, 1, 2)), (W, 2, 4, 2, 2, N))
+        both = tl.reshape(tl.permute(tl.join(low, high), (0, 3, 1, 2)), (W, 2, 2, 8, N))
+        both = tl.reshape(tl.permute(both, (0, 1, 3, 2, 4)), (W, 2, 4, 2, 2, N))  # zipped order
         w = tl.reshape(tl.permute(both, (0, 1, 3, 2, 4, 5)), (W, 32, N))
         weight = tl.dot(ones, w, weight)
         weights = weights + (w,)

@@ -11,7 +11,10 @@ Within a stored tile, lane l of a warp owns bytes 16·l .. 16·l+15, and byte b 
 
     row l//4 + 8·(b//4 % 2), column 4·(l % 4) + b % 4 + 16·(b//8)
 
-so one 16-byte load per lane is the operand, without a shuffle. One mask takes a field out: read as a signed byte, field
+so one 16-byte load per lane is the operand, without a shuffle. V's columns are tokens in *zipped* order: of 16 tokens,
+k and k + 8 rest side by side, at 2k and 2k + 1. A lane of the product Q·K gets the scores of tokens k and k + 8, and
+the weights made of them must reach the lanes that hold their columns of V. In this order that takes one exchange
+between lanes for 16 tokens; in plain order it would take shared memory and barriers. One mask takes a field out: read as a signed byte, field
 f has the value code·2^(bits·f). The top bit of every byte is stored flipped. So the last field has the value
 code·2^(bits·(F-1)) - 128, which is linear too.
 
@@ -47,6 +50,8 @@ class CodeTiles:
     rows: int
     columns: int
     bits: int
+    zipped: bool = False
+    """Whether columns are in zipped order. If so, `columns` is a multiple of 16."""
 
     @property
     def fields(self) -> int:
@@ -130,6 +135,8 @@ class CodeTiles:
             across * self.column_fields * TILE_COLUMNS - self.columns,
             down * self.row_fields * TILE_ROWS - self.rows,
         )
+        if self.zipped:
+            codes = codes.unflatten(-1, (-1, 2, 8)).mT.flatten(-3)
         codes = torch.nn.functional.pad(codes, (0, padding[0], 0, padding[1]))
         split = codes.unflatten(-1, (across, self.column_fields, 2, 4, 4)).unflatten(-6, (down, self.row_fields, 2, 8))
         # down, row field, row half, row, across, column field, column half, quad, byte
@@ -147,5 +154,5 @@ class CodeTiles:
         fields = torch.stack([(plain >> (self.bits * f)) & self.levels for f in range(self.fields)], dim=-8)
         ordered = fields.unflatten(-8, (self.column_fields, self.row_fields))
         split = ordered.movedim((-9, -8, -7, -6, -5, -4, -3, -2, -1), (-4, -8, -9, -5, -6, -2, -3, -7, -1))
-        codes: Tensor = split.flatten(-5).flatten(-5, -2)
-        return codes[..., : self.rows, : self.columns].contiguous()
+        codes: Tensor = split.flatten(-5).flatten(-5, -2)[..., : self.rows, : self.columns]
+        return (codes.unflatten(-1, (-1, 8, 2)).mT.flatten(-3) if self.zipped else codes).contiguous()

@@ -21,7 +21,16 @@ from hack_kernels.triton.layout import check_records, page_layout
 from hack_kernels.triton.paged import ALL_REGISTERS, LOWEST, REGISTERS, PageReader, paged_launch, rows_of_heads
 from hack_kernels.triton.query import query_columns
 from hack_kernels.triton.split import Workspace
-from hack_kernels.triton.tiles import doubled, equal_halves, load_row, load_sums, load_tile, load_unit, masked
+from hack_kernels.triton.tiles import (
+    doubled,
+    equal_halves,
+    load_row_once,
+    load_sums,
+    load_tile,
+    load_unit,
+    masked,
+    pair_of_tiles,
+)
 
 ROUND = tl.constexpr(12582912.0)
 """1.5·2^23: added to a small FP32, its low byte is the nearest integer."""
@@ -94,29 +103,9 @@ def top_of(scores):
 
 
 @triton.jit
-def pair_in_token_order(first, second, W: tl.constexpr, N: tl.constexpr):
-    """Two token tiles [W, 16, N] -> [W, 32, N]."""
-    return tl.reshape(tl.permute(tl.join(first, second), (0, 3, 1, 2)), (W, 32, N))
-
-
-@triton.jit
-def in_token_order(x, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """A tuple of token tiles [W, 16, N] -> [W, Π, N]."""
-    if len(x) == 2:
-        joined = pair_in_token_order(x[0], x[1], W, N)
-    elif len(x) == 4:
-        joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))  # [W, 16, N, 2 of 32 tokens, 2 of 16]
-        joined = tl.permute(joined, (0, 3, 4, 1, 2))
-    else:
-        low = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
-        high = tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7]))
-        joined = tl.permute(tl.join(low, high), (0, 3, 4, 5, 1, 2))
-    return tl.reshape(joined, (W, LAYOUT.page_tokens, N))
-
-
-@triton.jit
 def quantized_weights(scores, top, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """exp2(scores - top) in 8 bits: codes int8 [W, Π, N], and scale and minimum [W, N] of the page.
+    """exp2(scores - top) in 8 bits: codes, a tuple over 32 tokens of int8 [W, 32, N], and scale and minimum [W, N] of
+    the page.
 
     Asymmetric codes 0..255 are returned less 128.
     """
@@ -139,7 +128,10 @@ def quantized_weights(scores, top, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.
     for m in tl.static_range(tl.constexpr(len(scores))):
         rounded = (weights[m] - low[:, None, :]) * factor[:, None, :] + origin
         codes = codes + (rounded.to(tl.int32, bitcast=True).to(tl.int8),)
-    return in_token_order(codes, LAYOUT, W, N), scale, low
+    pairs = ()
+    for step in tl.static_range(tl.constexpr(len(scores)) // 2):
+        pairs = pairs + (pair_of_tiles(codes[2 * step], codes[2 * step + 1], W, N),)
+    return pairs, scale, low
 
 
 @triton.jit
@@ -153,7 +145,7 @@ def add_channels(
     bits: tl.constexpr = TILES.bits
     f: tl.constexpr = m % TILES.fields
     last: tl.constexpr = f == TILES.fields - 1
-    codes = masked(tiles, f, TILES)
+    steps: tl.constexpr = PI // 32
     flipped = doubled(p_sums * 128 if last else p_sums * 0, W, N)
     if LAYOUT.asymmetric:
         # P's codes are signed for the product only; as 0..255 again, the terms of Eq. (4) do not cancel in FP32.
@@ -161,12 +153,18 @@ def add_channels(
             sums = load_sums(record + LAYOUT.v_sums, LAYOUT.wide_v_sums, m, W)[:, :, None] << (bits * f)
         else:
             sums = tl.full((W, 16, N), PI * 128 if last else 0, tl.int32)
-            sums = tl.dot(codes, tl.full((W, PI, N), 1, tl.int8), sums, out_dtype=tl.int32)
-        dot = tl.dot(codes, weights, flipped + sums * 128, out_dtype=tl.int32)
+            for step in tl.static_range(steps):
+                ones = tl.full((W, 32, N), 1, tl.int8)
+                sums = tl.dot(masked(tiles[step], f, TILES), ones, sums, out_dtype=tl.int32)
+        dot = flipped + sums * 128
+        for step in tl.static_range(steps):
+            dot = tl.dot(masked(tiles[step], f, TILES), weights[step], dot, out_dtype=tl.int32)
         x = dot.to(tl.float32) * (p_scale * 2.0 ** (-bits * f))[:, None, :]
         x += sums.to(tl.float32) * (p_minimum * 2.0 ** (-bits * f))[:, None, :]
     else:
-        dot = tl.dot(codes, weights, flipped, out_dtype=tl.int32)
+        dot = flipped
+        for step in tl.static_range(steps):
+            dot = tl.dot(masked(tiles[step], f, TILES), weights[step], dot, out_dtype=tl.int32)
         x = dot.to(tl.float32) * (p_scale * 2.0 ** (-bits * f))[:, None, :]
     scale, minimum = load_unit(record + LAYOUT.v_meta, m, W)
     out = out * kept[:, None, :] + scale[:, :, None] * x
@@ -190,12 +188,15 @@ def add_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.conste
     TILES: tl.constexpr = LAYOUT.v_tiles
     fields: tl.constexpr = TILES.fields
     scores = page_scores(record, query, LAYOUT, W, N)
+    rows = load_row_once((), record + LAYOUT.v_codes, 0, TILES, W)  # comes while weights are computed
     page_top = top_of(scores)
     new_top, kept, share = new_top_of(top, page_top, valid)
     weights, p_scale, p_minimum = quantized_weights(scores, page_top, LAYOUT, W, N)
     p_scale, p_minimum = p_scale * share, p_minimum * share
     # A product with ones sums the weights in the place and layout in which they are wanted.
-    p_sums = tl.dot(tl.full((W, 16, PI), 1, tl.int8), weights, tl.zeros((W, 16, N), tl.int32), out_dtype=tl.int32)
+    p_sums = tl.zeros((W, 16, N), tl.int32)
+    for step in tl.static_range(PI // 32):
+        p_sums = tl.dot(tl.full((W, 16, 32), 1, tl.int8), weights[step], p_sums, out_dtype=tl.int32)
     if LAYOUT.asymmetric:
         p_total = (p_sums + 128 * PI).to(tl.float32) * p_scale[:, None, :] + (PI * p_minimum)[:, None, :]
     else:
@@ -204,9 +205,8 @@ def add_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.conste
 
     added = ()
     for m in tl.static_range(tl.constexpr(LAYOUT.v_units)):
-        if m % fields == 0:
-            tiles = load_row(record + LAYOUT.v_codes, m // fields, TILES, W)
-        added = added + (add_channels(out[m], record, tiles, weights, kept, terms, LAYOUT, m, W, N),)
+        rows = load_row_once(rows, record + LAYOUT.v_codes, m // fields + 1, TILES, W)
+        added = added + (add_channels(out[m], record, rows[m // fields], weights, kept, terms, LAYOUT, m, W, N),)
     return new_top, weight * kept[:, None, :] + equal_halves(p_total, W, N), added
 
 

@@ -8,6 +8,10 @@ the other. This *transpose* of a square of codes is the only arithmetic:
 
     K: word b of the wire has tokens b·F .. b·F+F-1 of 4 channels; at rest each of them is in a word of its own.
     V: word b of the wire has 4·F tokens of a channel; at rest each 4 of them are in a word of their own.
+
+V's tokens rest in zipped order (`code_tiles.py`). So two words of four tokens, 8 tokens apart, are *zipped* byte by byte
+into two words at rest. If one word of the wire has all of a tile's 16 tokens, the two words are parts of it; otherwise
+they are parts of two words of a row.
 """
 
 from __future__ import annotations
@@ -70,10 +74,8 @@ def rest_place(part, TILE, OF_K: tl.constexpr):
     quad, row = at // HALVES % QUADS, at // (HALVES * QUADS) % ROWS
     if OF_K:
         row = row * TILE.fields + part
-    elif HALVES == 4:
-        quad = quad * TILE.fields + part
     else:
-        quad = quad + part % 4
+        quad = part % 4 * QUADS + quad
     across = at // (HALVES * QUADS * ROWS) % TILE.across_pad
     down = at // (HALVES * QUADS * ROWS * TILE.across_pad)
     place = (down * TILE.across + across) * 128 + row * 16 + quad * 4 + at % HALVES
@@ -137,29 +139,113 @@ def load_wire(wire, present, TILE, OF_K: tl.constexpr):
 
 
 @triton.jit
+def zip_words(low, high):
+    """Words of four tokens k.. and k+8.., byte by byte in zipped order: two words."""
+    first = low & 0xFF | (high & 0xFF) << 8 | (low & 0xFF00) << 8 | (high & 0xFF00) << 16
+    second = (low >> 16) & 0xFF | (high >> 8) & 0xFF00 | (low >> 8) & 0xFF0000 | high & 0xFF000000
+    return first, second
+
+
+@triton.jit
+def unzip_words(first, second):
+    """Inverse of `zip_words`."""
+    low = first & 0xFF | (first >> 8) & 0xFF00 | (second & 0xFF) << 16 | (second & 0xFF0000) << 8
+    high = (first >> 8) & 0xFF | (first >> 16) & 0xFF00 | (second << 8) & 0xFF0000 | second & 0xFF000000
+    return low, high
+
+
+@triton.jit
+def zip_quads(words, QUADS: tl.constexpr):
+    """`zip_words` of words in wire order whose QUADS quads of a row are side by side, in place."""
+    split = tl.reshape(words, (words.shape[0], words.shape[1] // QUADS, 2, QUADS // 2))
+    low, high = tl.split(tl.permute(split, (0, 1, 3, 2)))
+    first, second = zip_words(low, high)
+    return tl.reshape(tl.join(first, second), words.shape)
+
+
+@triton.jit
+def unzip_quads(words, QUADS: tl.constexpr):
+    """Inverse of `zip_quads`."""
+    first, second = tl.split(tl.reshape(words, (words.shape[0], words.shape[1] // QUADS, QUADS // 2, 2)))
+    low, high = unzip_words(first, second)
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), words.shape)
+
+
+@triton.jit
+def packed_part(words, part, TILE, OF_K: tl.constexpr):
+    """One part of the words of all fields, as bytes at rest, in wire order."""
+    FIELDS: tl.constexpr = TILE.fields
+    packed = tl.full(words[0].shape, 0x80808080, tl.uint32)
+    for field in tl.static_range(FIELDS):
+        packed ^= part_of_word(words[field], part, TILE, OF_K) << (TILE.bits * field)
+    return packed
+
+
+@triton.jit
+def store_part(words, rest, part, present, TILE, OF_K: tl.constexpr):
+    """Words of a part in wire order to records."""
+    place, there = rest_place(part, TILE, OF_K)
+    tl.store(words_at(rest) + place, to_rest_order(words, TILE, OF_K), mask=present & there)
+
+
+@triton.jit
+def load_part(rest, part, present, TILE, OF_K: tl.constexpr):
+    """Inverse of `store_part`, with no bit flipped."""
+    place, there = rest_place(part, TILE, OF_K)
+    words = tl.load(words_at(rest) + place, mask=present & there, other=0) ^ 0x80808080
+    return to_wire_order(words, TILE, OF_K)
+
+
+@triton.jit
 def install_codes(words, rest, present, TILE, OF_K: tl.constexpr):
     """Words in wire order to records."""
     FIELDS: tl.constexpr = TILE.fields
     for part in tl.static_range(FIELDS):
-        packed = tl.full(words[0].shape, 0x80808080, tl.uint32)
-        for field in tl.static_range(FIELDS):
-            packed ^= part_of_word(words[field], part, TILE, OF_K) << (TILE.bits * field)
-        place, there = rest_place(part, TILE, OF_K)
-        tl.store(words_at(rest) + place, to_rest_order(packed, TILE, OF_K), mask=present & there)
+        if OF_K:
+            store_part(packed_part(words, part, TILE, OF_K), rest, part, present, TILE, OF_K)
+        elif FIELDS < 4:
+            zipped = zip_quads(packed_part(words, part, TILE, OF_K), quads_of(TILE, OF_K))
+            store_part(zipped, rest, part, present, TILE, OF_K)
+        elif part % 4 < 2:
+            low, high = packed_part(words, part, TILE, OF_K), packed_part(words, part + 2, TILE, OF_K)
+            first, second = zip_words(low, high)
+            store_part(first, rest, part + part % 4, present, TILE, OF_K)
+            store_part(second, rest, part + part % 4 + 1, present, TILE, OF_K)
+
+
+@triton.jit
+def load_parts(rest, present, TILE, OF_K: tl.constexpr):
+    """All parts of records, in wire order: a tuple."""
+    FIELDS: tl.constexpr = TILE.fields
+    parts = ()
+    if OF_K:
+        for part in tl.static_range(FIELDS):
+            parts = parts + (load_part(rest, part, present, TILE, OF_K),)
+    elif FIELDS < 4:
+        for part in tl.static_range(FIELDS):
+            zipped = load_part(rest, part, present, TILE, OF_K)
+            parts = parts + (unzip_quads(zipped, quads_of(TILE, OF_K)),)
+    else:
+        for four in tl.static_range(0, FIELDS, 4):
+            low, high = unzip_words(
+                load_part(rest, four, present, TILE, OF_K), load_part(rest, four + 1, present, TILE, OF_K)
+            )
+            more_low, more_high = unzip_words(
+                load_part(rest, four + 2, present, TILE, OF_K), load_part(rest, four + 3, present, TILE, OF_K)
+            )
+            parts = parts + (low, more_low, high, more_high)
+    return parts
 
 
 @triton.jit
 def export_codes(rest, wire, present, TILE, OF_K: tl.constexpr):
     """Records to a plane in wire order."""
     FIELDS: tl.constexpr = TILE.fields
-    words = ()
-    for part in tl.static_range(FIELDS):
-        place, there = rest_place(part, TILE, OF_K)
-        words = words + (tl.load(words_at(rest) + place, mask=present & there, other=0) ^ 0x80808080,)
+    parts = load_parts(rest, present, TILE, OF_K)
     for field in tl.static_range(FIELDS):
-        packed = tl.zeros(words[0].shape, tl.uint32)
+        packed = tl.zeros(parts[0].shape, tl.uint32)
         for part in tl.static_range(FIELDS):
-            spread = (words[part] >> (TILE.bits * field)) & (TILE.levels * 0x01010101)
+            spread = (parts[part] >> (TILE.bits * field)) & (TILE.levels * 0x01010101)
             packed |= word_of_part(spread, part, TILE, OF_K)
         place, there = wire_place(field, TILE, OF_K)
-        tl.store(words_at(wire) + place, to_wire_order(packed, TILE, OF_K), mask=present & there)
+        tl.store(words_at(wire) + place, packed, mask=present & there)

@@ -201,7 +201,7 @@ def page_layout(fmt: HackFormat) -> PageLayout:
         partition_pad=padded(fmt.k_partition),
         partition_tiles=fmt.k_partition // TILE_COLUMNS,
         k_tiles=CodeTiles(fmt.page_tokens, fmt.head_dim, fmt.k_bits),
-        v_tiles=CodeTiles(fmt.head_dim, fmt.page_tokens, fmt.v_bits),
+        v_tiles=CodeTiles(fmt.head_dim, fmt.page_tokens, fmt.v_bits, zipped=True),
         k_sum_dtype=sum_dtype(fmt.k_bits, fmt.k_partition),
         v_sum_dtype=sum_dtype(fmt.v_bits, fmt.page_tokens),
         sums=fmt.sums,

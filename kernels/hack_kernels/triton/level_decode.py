@@ -13,14 +13,14 @@ from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
 from hack_kernels.level_format import LevelFormat
-from hack_kernels.triton.decode import ROUND, new_top_of, pair_in_token_order, top_of
+from hack_kernels.triton.decode import ROUND, new_top_of, top_of
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.level_layout import level_layout
 from hack_kernels.triton.level_scales import load_scale_units
 from hack_kernels.triton.paged import SPARING, PageReader, paged_launch, rows_of_heads
 from hack_kernels.triton.query import query_columns
 from hack_kernels.triton.split import Workspace
-from hack_kernels.triton.tiles import doubled, equal_halves, load_tile, masked
+from hack_kernels.triton.tiles import doubled, equal_halves, load_row_once, load_tile, masked, pair_of_tiles
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def level_weights(scores, page_top, scales, LAYOUT: tl.constexpr, W: tl.constexp
     for m in tl.static_range(tl.constexpr(len(scores)) // 2):
         low = (scaled[2 * m] * factor[:, None, :] + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
         high = (scaled[2 * m + 1] * factor[:, None, :] + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
-        codes = codes + (pair_in_token_order(low, high, W, N),)
+        codes = codes + (pair_of_tiles(low, high, W, N),)
     return codes, largest * (1.0 / 127), tl.sum(total, 1)
 
 
@@ -173,6 +173,8 @@ def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
     LOW: tl.constexpr = SIDE.low
     TOP: tl.constexpr = SIDE.top
     scores = level_scores(record, query, LAYOUT, W, N)
+    low_rows = load_row_once((), record + SIDE.codes, 0, LOW, W)  # comes while weights are computed
+    top_rows = load_row_once((), record + SIDE.high, 0, TOP, W) if SIDE.split else low_rows
     page_top = top_of(scores)
     new_top, kept, share = new_top_of(top, page_top, valid)
     scales = load_scale_units(record + SIDE.scale, LAYOUT.page_tokens // 16, W, SIDE.narrow)
@@ -189,13 +191,12 @@ def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
     p_scale = p_scale * share
     added = ()
     for m in tl.static_range(tl.constexpr(LAYOUT.head_dim // 16)):
-        if m % LOW.row_fields == 0:
-            low = load_tiles(record + SIDE.codes, m // LOW.row_fields * LOW.across, LOW.across, W)
-        if m == 0:
-            top_row = low
-        if SIDE.split and m % TOP.row_fields == 0:
-            top_row = load_tiles(record + SIDE.high, m // TOP.row_fields * TOP.across, TOP.across, W)
-        dots = code_product(low, top_row, codes, low_flips, top_flips, SIDE, m)
+        low_rows = load_row_once(low_rows, record + SIDE.codes, m // LOW.row_fields + 1, LOW, W)
+        if SIDE.split:
+            top_rows = load_row_once(top_rows, record + SIDE.high, m // TOP.row_fields + 1, TOP, W)
+        low = low_rows[m // LOW.row_fields]
+        high = top_rows[m // TOP.row_fields] if SIDE.split else low
+        dots = code_product(low, high, codes, low_flips, top_flips, SIDE, m)
         x = dots - doubled(correction, W, N)
         added = added + (out[m] * kept[:, None, :] + x * p_scale[:, None, :],)
     return new_top, weight * kept[:, None, :] + (p_total * share)[:, None, :], added

@@ -136,9 +136,9 @@ class LevelLayout:
         return planes
 
 
-def _side(codes: int, rows: int, columns: int, bits: int, fmt: LevelFormat) -> LevelSide:
-    low = CodeTiles(rows, columns, 2 if bits == 3 else bits)
-    top = CodeTiles(rows, columns, 1)
+def _side(codes: int, rows: int, columns: int, bits: int, fmt: LevelFormat, *, zipped: bool) -> LevelSide:
+    low = CodeTiles(rows, columns, 2 if bits == 3 else bits, zipped)
+    top = CodeTiles(rows, columns, 1, zipped)
     return LevelSide(codes, low, top, bits == 3, fmt.page_tokens, fmt.scales is Scales.FP8)
 
 
@@ -146,8 +146,8 @@ def _side(codes: int, rows: int, columns: int, bits: int, fmt: LevelFormat) -> L
 def level_layout(fmt: LevelFormat) -> LevelLayout:
     """The layout of a format's pages."""
     pi, d = fmt.page_tokens, fmt.head_dim
-    k = _side(0, pi, d, fmt.k_bits, fmt)
-    return LevelLayout(pi, d, math.sqrt(d), k, _side(k.end, d, pi, fmt.v_bits, fmt))
+    k = _side(0, pi, d, fmt.k_bits, fmt, zipped=False)
+    return LevelLayout(pi, d, math.sqrt(d), k, _side(k.end, d, pi, fmt.v_bits, fmt, zipped=True))
 
 
 def new_level_pages(fmt: LevelFormat, num_pages: int, num_kv_heads: int, device: torch.device | str) -> Planes:

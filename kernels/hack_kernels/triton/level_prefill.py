@@ -13,7 +13,7 @@ from hack_kernels.triton.prefill import PromptReader
 from hack_kernels.triton.prefill_tiling import OWN_ROWS, QUERY_ROWS, TILES_AT_ONCE, Tiling
 from hack_kernels.triton.quantize import divided
 from hack_kernels.triton.query import query_levels, query_scale
-from hack_kernels.triton.tiles import linear, load_codes
+from hack_kernels.triton.tiles import linear, load_codes, zipped
 
 CHANNELS_AT_ONCE = tl.constexpr(128)
 """Channels of K that are multiplied at once: tiles that a load of codes takes."""
@@ -86,13 +86,13 @@ def add_product(
 
 @triton.jit
 def level_page_scores(query, record, LAYOUT: tl.constexpr):
-    """Scores FP32 [M, Π] of one sealed page."""
+    """Scores FP32 [M, Π] of one sealed page, tokens in zipped order."""
     codes, q_scale, correction = query
     SIDE: tl.constexpr = LAYOUT.k
     PI: tl.constexpr = LAYOUT.page_tokens
     PIECES: tl.constexpr = len(codes)
     ROWS: tl.constexpr = codes[0].shape[0]
-    token = tl.arange(0, PI)
+    token = zipped(tl.arange(0, PI))
     dots = tl.zeros((ROWS, PI), tl.float32)
     for piece in tl.static_range(PIECES):
         dots = add_side(dots, codes[piece], record, SIDE, 0, PI // 16, piece, PIECES)
@@ -136,7 +136,7 @@ def add_level_page(state, query, record, first_block, TILING: tl.constexpr, LAYO
     higher = tl.maximum(top, page_top)
     kept, added = tl.exp(top - higher), tl.exp(page_top - higher)
     weights = tl.exp(scores - page_top[:, None])
-    token = tl.arange(0, LAYOUT.page_tokens)
+    token = zipped(tl.arange(0, LAYOUT.page_tokens))
     scaled = weights * load_row_scales(record + SIDE.scale, token, SIDE.narrow)[None, :]
     largest = tl.max(scaled, axis=1)
     p = tl.floor(scaled * tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), largest)[:, None] + 0.5)

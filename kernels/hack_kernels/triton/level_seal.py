@@ -18,7 +18,7 @@ from hack_kernels.level_format import FITS, REFITS, TINY, Feedback, LevelFormat
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.level_layout import level_layout
 from hack_kernels.triton.level_scales import byte_of_half, half_of_byte, load_row_scales, store_row_scales
-from hack_kernels.triton.tiles import store_codes
+from hack_kernels.triton.tiles import zipped, store_codes
 
 TIMES = tl.constexpr(FITS)
 AGAIN = tl.constexpr(REFITS)
@@ -141,6 +141,7 @@ def pack_plane(codes, rest, SHIFT: tl.constexpr, TILE: tl.constexpr, ROW: tl.con
         for field in tl.static_range(tl.constexpr(TILE.fields)):
             row = (local // 16 * TILE.row_fields + field % TILE.row_fields) * 16 + local % 16
             column = (across * TILE.column_fields + field // TILE.row_fields) * 32 + tl.arange(0, 32)[None, :]
+            column = zipped(column) if TILE.zipped else column
             seen = (row < TILE.rows) & (column < TILE.columns)
             found = tl.load(codes + (row * ROW + column * COLUMN), mask=seen, other=0).to(tl.int32)
             packed |= ((found >> SHIFT) & TILE.levels) << (TILE.bits * field)

@@ -13,6 +13,7 @@ from hack_kernels.triton.tiles import (
     linear,
     load_codes,
     load_meta,
+    zipped,
     sums_of,
     sums_pointer,
     unit_place,
@@ -21,12 +22,12 @@ from hack_kernels.triton.tiles import (
 
 @triton.jit
 def sealed_scores(query, record, LAYOUT: tl.constexpr):
-    """Eq. (4) for Q·K^T of one sealed page: FP32 [M, Π]."""
+    """Eq. (4) for Q·K^T of one sealed page: FP32 [M, Π], tokens in zipped order."""
     TILE: tl.constexpr = LAYOUT.k_tiles
     GROUPS: tl.constexpr = LAYOUT.groups
     ROWS: tl.constexpr = query[0][0].shape[0]
     PI: tl.constexpr = LAYOUT.page_tokens
-    token = tl.arange(0, PI)
+    token = zipped(tl.arange(0, PI))
     scores = tl.zeros((ROWS, PI), tl.float32)
     for p in tl.static_range(GROUPS):
         q, q_scale, q_min, q_sum = query[p]

@@ -15,7 +15,7 @@ from hack_kernels.hack_format import HackFormat
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import page_layout
 from hack_kernels.triton.quantize import codes_of, extremes, noise_of, scale_of
-from hack_kernels.triton.tiles import meta_word, store_codes, store_meta, sums_pointer, unit_place
+from hack_kernels.triton.tiles import meta_word, zipped, store_codes, store_meta, sums_pointer, unit_place
 
 
 @triton.jit
@@ -32,10 +32,10 @@ def loaded_k(rows, token_stride, LAYOUT: tl.constexpr):
 
 @triton.jit
 def loaded_v(rows, token_stride, LAYOUT: tl.constexpr):
-    """V of a page: a tuple over fields of FP16 [TILE.field_rows, Π]."""
+    """V of a page: a tuple over fields of FP16 [TILE.field_rows, Π], tokens in zipped order."""
     FIELDS: tl.constexpr = LAYOUT.v_tiles.row_fields
     local = tl.arange(0, LAYOUT.v_tiles.field_rows)[:, None]
-    token = tl.arange(0, LAYOUT.page_tokens)[None, :]
+    token = zipped(tl.arange(0, LAYOUT.page_tokens))[None, :]
     loaded = ()
     for field in tl.static_range(FIELDS):
         channel = (local // 16 * FIELDS + field) * 16 + local % 16
@@ -106,7 +106,7 @@ def _seal_v(rows, record, token_stride, start, head, layer, seed, LAYOUT: tl.con
     COLUMNS: tl.constexpr = LAYOUT.page_tokens
     local = tl.arange(0, ROWS)
     eighth = tl.arange(0, ROWS // 8)
-    token = tl.arange(0, COLUMNS)
+    token = zipped(tl.arange(0, COLUMNS))
     packed = tl.zeros((ROWS, COLUMNS), tl.int32)
     loaded = loaded_v(rows, token_stride, LAYOUT)
     words = ()

@@ -60,16 +60,38 @@ def load_tile(codes, index: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def load_row(codes, row: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr):
-    """Row `row` of the stored tiles, all across: int8 [W, 16, 32·across]."""
-    across: tl.constexpr = TILE.across
-    tile = load_tile(codes, row * across, W)
-    if across == 2:
-        tile = tl.permute(tl.join(tile, load_tile(codes, row * across + 1, W)), (0, 1, 3, 2))
-    if across == 4:
-        even = tl.join(tile, load_tile(codes, row * across + 2, W))
-        odd = tl.join(load_tile(codes, row * across + 1, W), load_tile(codes, row * across + 3, W))
-        tile = tl.permute(tl.join(even, odd), (0, 1, 3, 4, 2))
-    return tl.reshape(tile, (W, 16, 32 * across))
+    """Row `row` of the stored tiles: a tuple of those across."""
+    tiles = ()
+    for t in tl.static_range(tl.constexpr(TILE.across)):
+        tiles = tiles + (load_tile(codes, row * TILE.across + t, W),)
+    return tiles
+
+
+@triton.jit
+def load_row_once(held, codes, row: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr):
+    """`held`, a tuple of the first rows of stored tiles, with row `row` behind it if that is missing and exists."""
+    if row == len(held) and row < TILE.down:
+        held = held + (load_row(codes, row, TILE, W),)
+    return held
+
+
+@triton.jit
+def zipped(place):
+    """The token at a place of zipped order (`code_tiles.py`)."""
+    return place // 16 * 16 + place % 2 * 8 + place % 16 // 2
+
+
+@triton.jit
+def pair_of_tiles(first, second, W: tl.constexpr, N: tl.constexpr):
+    """Weights of two token tiles INT8 [W, 16, N] as the operand [W, 32, N] of V's columns, in zipped order.
+
+    Triton 3.6 and 3.7 give an operand another order of lanes if they see a `join` behind it, and so move it through
+    shared memory. They do not look past an operation with side effects, so here is one that does nothing.
+    """
+    both = tl.reshape(tl.permute(tl.join(first, second), (0, 3, 1, 2)), (W, 2, 2, 8, N))
+    if not INTERPRETED:
+        both = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [both], tl.int8, is_pure=False, pack=4)
+    return tl.reshape(tl.permute(both, (0, 1, 3, 2, 4)), (W, 32, N))
 
 
 @triton.jit
@@ -134,7 +156,7 @@ def load_codes(
 
     The codes are FIELDS fields of DOWN x ACROSS stored tiles. Every field reads the same bytes, 16 a load, and keeps
     its own bits. So rows are in order, and all reads but the first hit the nearest cache. Rows and columns past the
-    matrix are code 0.
+    matrix are code 0. Tokens are in zipped order: V's columns as they rest, K's rows here.
     """
     PAD: tl.constexpr = ACROSS if ACROSS <= 2 else 4
     field = tl.arange(0, FIELDS)[:, None, None, None]
@@ -146,7 +168,11 @@ def load_codes(
     raw = tl.load(at, mask=seen, other=0x80)
     kept = raw & (TILE.levels << (TILE.bits * (first_field + field))).to(tl.uint8)
     split = tl.reshape(kept.to(tl.int8, bitcast=True), (FIELDS, DOWN, PAD, 8, 4, 2, 2, 4))
-    return tl.reshape(tl.permute(split, (1, 0, 6, 3, 2, 5, 4, 7)), (DOWN * FIELDS * 16, PAD * 32))
+    if TILE.zipped:
+        split = tl.permute(split, (1, 0, 6, 3, 2, 5, 4, 7))
+    else:
+        split = tl.permute(split, (1, 0, 3, 6, 2, 5, 4, 7))
+    return tl.reshape(split, (DOWN * FIELDS * 16, PAD * 32))
 
 
 @triton.jit
@@ -206,7 +232,8 @@ def sums_of(codes, field, TILE):
 
 @triton.jit
 def store_codes(codes, packed, first_tile, TILE, TILES: tl.constexpr):
-    """Write bytes [TILE.field_rows, 32 · TILES pad], fields joined, rows of one field in order, as stored tiles."""
+    """Write bytes [TILE.field_rows, 32 · TILES pad], fields joined, rows of one field in order, as stored tiles.
+    Columns are in the order in which they rest."""
     PAD: tl.constexpr = packed.shape[1] // 32
     split = tl.reshape(packed.to(tl.uint8) ^ 0x80, (TILE.down_pad, 2, 8, PAD, 2, 4, 4))
     ordered = tl.permute(split, (0, 3, 2, 5, 4, 1, 6))
