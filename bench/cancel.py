@@ -27,12 +27,11 @@ from bench.connection import Connection
 from bench.sections import write_section
 from bench.stages import COMPLETIONS, prompt
 from measure.accuracy.machine import commit, this_machine
-from prefill_node.config import PrefillConfig
+from prefill_node.config import CHUNK_TOKENS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, SECTION = "reliability", "bench.cancel"
 LONG_TOKENS, SHORT_TOKENS = 4500, 16
-CHUNK_TOKENS: int = PrefillConfig.model_fields["chunk_tokens"].default
 CHUNKS = -(-LONG_TOKENS // CHUNK_TOKENS)
 
 

@@ -34,8 +34,7 @@ class DecodeSettings(Frozen):
     landing_s: float = Field(default=600.0, gt=0)
     """Seconds that a reservation waits for its KV, including the computation of the prompt."""
 
-    @property
-    def busiest(self) -> Busiest:
+    def busiest(self, device: str) -> Busiest:
         """The largest step: of the whole batch, or of replays."""
         recorded = self.max_batch if self.graphs else 0
         return Busiest(self.max_sequences, max(self.max_batch, self.replay_tokens), self.max_batch, recorded)

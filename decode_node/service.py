@@ -60,7 +60,7 @@ class DecodeService:
             num_pages,
             settings.max_sequences,
             prompts=False,
-            recorded=settings.busiest.recorded,
+            recorded=settings.busiest(worker.model.device.type).recorded,
         )
         reuse, footprint = settings.prefix_cache and worker.codec.bytes_follow_tokens, runner.memory.footprint
         self._naming = Naming(footprint.page_tokens, worker.fingerprint) if reuse else None

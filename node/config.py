@@ -37,7 +37,6 @@ class NodeConfig(RoleConfig):
     drain_s: float = Field(default=30.0, ge=0)
     """Seconds for which a node goes on with its requests after SIGTERM. Then the rest goes on at other nodes."""
 
-    @property
     @abstractmethod
-    def busiest(self) -> Busiest:
-        """The largest load that these settings allow at a time."""
+    def busiest(self, device: str) -> Busiest:
+        """The largest load that these settings allow at a time on a type of device, as torch names it."""

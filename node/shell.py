@@ -106,7 +106,7 @@ async def serve_node(
     num_pages = worker.pages_in(_kv_bytes(config, worker), prompts=role is Role.PREFILL)
     if compiler := worker.backend.compiler:
         say(f"compiling the kernels of {worker.kernels}, as far as this machine's cache lacks them")
-        await asyncio.to_thread(warm_up, worker, compiler, config.busiest.slots, say)
+        await asyncio.to_thread(warm_up, worker, compiler, config.busiest(worker.model.device.type).slots, say)
         say("the kernels are compiled and have run")
     listen = config.listen
     async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:
@@ -127,7 +127,8 @@ async def serve_node(
 def _kv_bytes(config: NodeConfig, worker: Worker) -> int:
     if config.kv_bytes != AUTO:
         return config.kv_bytes
-    return worker.auto_kv_bytes(config.busiest, config.nodes_on_device, memory_of(worker.model.device))
+    device = worker.model.device
+    return worker.auto_kv_bytes(config.busiest(device.type), config.nodes_on_device, memory_of(device))
 
 
 async def worker_for(config: NodeConfig, loaded: Loaded | None) -> Worker:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Final, Literal
+
 from pydantic import Field
 
 from hackkv.config import Frozen
@@ -9,14 +11,21 @@ from hackkv.nodes import Busiest
 from node.config import NodeConfig
 from prefill_node.fetch_choice import PrefixFetch
 
+CHUNK_TOKENS: Final = 512
+GPU_CHUNK_TOKENS: Final = 2048
+"""`chunk_tokens: auto`. A pass costs a GPU's host some milliseconds a layer, however few rows it has."""
+SCORED_ROWS: Final = 512
+"""Rows of a prompt whose logits are computed at a time."""
+
 
 class PrefillSettings(Frozen):
     """Limits of a prefill node: how much work it accepts, and how long it waits."""
 
     max_prompts: int = Field(default=64, gt=0)
     """Prompts that may be under way at once; each owns an open FP16 page per layer."""
-    chunk_tokens: int = Field(default=512, gt=0)
-    """Token budget of one forward pass; rounded down to whole pages."""
+    chunk_tokens: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Token budget of one forward pass; rounded down to whole pages. `auto` is 512 on the processor and 2,048 on a
+    GPU."""
     host_bytes: int = Field(default=1 << 30, gt=0)
     """Host memory for compressed KV of prompts that run or wait for a decode node. The rest keeps KV of requests that
     are being decoded, in case their decode node dies, and prefixes that prompts may share."""
@@ -40,10 +49,17 @@ class PrefillSettings(Frozen):
     queue_tokens: int = Field(default=1 << 20, gt=0)
     """Prompt tokens that may wait to be computed. A prompt beyond them is refused, unless no other one waits."""
 
-    @property
-    def busiest(self) -> Busiest:
-        """The largest pass: every slot, resume points included, and a full budget of rows that all are scored."""
-        return Busiest(self.max_prompts + self.resume_points, self.chunk_tokens, self.chunk_tokens)
+    def chunk_tokens_on(self, device: str) -> int:
+        """`chunk_tokens` for a type of device, as torch names it."""
+        if self.chunk_tokens != "auto":
+            return self.chunk_tokens
+        return CHUNK_TOKENS if device == "cpu" else GPU_CHUNK_TOKENS
+
+    def busiest(self, device: str) -> Busiest:
+        """The largest pass: every slot, resume points included, and a full budget of rows. Its last rows choose tokens,
+        and its other rows are scored in turn."""
+        rows = self.chunk_tokens_on(device)
+        return Busiest(self.max_prompts + self.resume_points, rows, max(min(rows, SCORED_ROWS), self.max_prompts))
 
 
 class PrefillConfig(PrefillSettings, NodeConfig):

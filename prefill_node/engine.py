@@ -23,6 +23,7 @@ from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, sample
 from hackkv.types import HandoffEnd, KvFrame, PrefillJob, Token
 from hackkv.wire_form import RAW, WireForm
+from prefill_node.config import SCORED_ROWS
 from prefill_node.host_places import Moves
 from prefill_node.scheduler import Chunk
 
@@ -173,10 +174,11 @@ class PrefillEngine:
         scored = chunk.prompt.owner.prompt_logprobs
         scored.cut(chunk.start)  # a prompt that starts over has scored these rows before
         targets = request.prompt_ids[chunk.start + 1 : chunk.start + chunk.count + 1]
-        if targets:
-            model = self._runner.model
-            logits = model.logits(rows[: len(targets)])
-            scored.extend(model.kernels.score(logits, targets, [top] * len(targets)))
+        model = self._runner.model
+        for at in range(0, len(targets), SCORED_ROWS):
+            some = targets[at : at + SCORED_ROWS]
+            logits = model.logits(rows[at : at + len(some)])
+            scored.extend(model.kernels.score(logits, some, [top] * len(some)))
 
     def _sample(self, chunks: list[Chunk[Work]], hidden: Tensor) -> list[tuple[Work, Token]]:
         """Token 0 of every prompt that this pass completes."""

@@ -64,7 +64,7 @@ class PrefillService:
         self._pool = PrefixPool(num_pages, prompts, page_tokens, self._host, page_bytes, reuse=reuse, points=points)
         starts_over = worker.codec.window.recent > 0
         self._scheduler: PrefillScheduler[Work] = PrefillScheduler(
-            self._pool, settings.chunk_tokens, starts_over=starts_over
+            self._pool, settings.chunk_tokens_on(worker.model.device.type), starts_over=starts_over
         )
         patience = Patience(settings.unassigned_s, settings.kept_s)
         links = Links(sender, worker.codec.wire_form, worker.codec.codes_where_it_pays, self._loop.time)

@@ -208,7 +208,7 @@ def spec_of(
     prefill = {
         "pages": pages[Role.PREFILL],
         "max_sequences": PrefillSettings().max_prompts,
-        "chunk_tokens": PrefillSettings().chunk_tokens,
+        "chunk_tokens": PrefillSettings().chunk_tokens_on("cpu"),
         "efficiency": Efficiency(setup_s=around.setup_s),
     }
     decode = {

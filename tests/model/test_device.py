@@ -243,7 +243,8 @@ def test_a_node_on_the_processor_takes_what_it_always_took() -> None:
     worker = tiny_worker("fp16")
     for config in (load(DecodeConfig, None), load(PrefillConfig, None)):
         assert config.kv_bytes == "auto"
-        assert worker.auto_kv_bytes(config.busiest, 1, memory_of(worker.model.device)) == ON_PROCESSOR_BYTES
+        busiest = config.busiest("cpu")
+        assert worker.auto_kv_bytes(busiest, 1, memory_of(worker.model.device)) == ON_PROCESSOR_BYTES
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "most"])

@@ -59,7 +59,7 @@ async def test_what_compiles_on_first_use_has_run_before_a_port_opens(
 
     class Noting:
         def batches(self, most: int) -> Sequence[int]:
-            assert most == config.busiest.slots
+            assert most == config.busiest("cpu").slots
             return 1, 2
 
         @contextmanager

@@ -131,9 +131,12 @@ async def test_a_request_that_ends_with_token_0_is_not_handed_off(ending: Finish
         await nodes.assert_idle()
 
 
-@pytest.mark.parametrize("chunk_pages", [1, 2, 8])
-async def test_prompt_logprobs_cross_chunk_boundaries(chunk_pages: int) -> None:
+@pytest.mark.parametrize(("chunk_pages", "scored_rows"), [(1, 5), (2, 512), (8, 5), (8, 512)])
+async def test_prompt_logprobs_cross_chunk_boundaries(
+    chunk_pages: int, scored_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Log-probabilities equal those of one whole forward pass, position by position."""
+    monkeypatch.setattr("prefill_node.engine.SCORED_ROWS", scored_rows)
     worker = tiny_worker("fp16")
     ids = prompt(10, 4 * PI + 7)
     async with paired(worker, chunk_pages=chunk_pages) as nodes:

@@ -11,12 +11,14 @@ Within a stored tile, lane l of a warp owns bytes 16·l .. 16·l+15, and byte b 
 
     row l//4 + 8·(b//4 % 2), column 4·(l % 4) + b % 4 + 16·(b//8)
 
-so one 16-byte load per lane is the operand, without a shuffle. V's columns are tokens in *zipped* order: of 16 tokens,
-k and k + 8 rest side by side, at 2k and 2k + 1. A lane of the product Q·K gets the scores of tokens k and k + 8, and
-the weights made of them must reach the lanes that hold their columns of V. In this order that takes one exchange
-between lanes for 16 tokens; in plain order it would take shared memory and barriers. One mask takes a field out: read as a signed byte, field
+so one 16-byte load per lane is the operand, without a shuffle. One mask takes a field out: read as a signed byte, field
 f has the value code·2^(bits·f). The top bit of every byte is stored flipped. So the last field has the value
 code·2^(bits·(F-1)) - 128, which is linear too.
+
+V's columns are tokens, and rest in *zipped* order: of 16 tokens, k and k + 8 lie side by side, at 2k and 2k + 1. A lane
+of the product Q·K gets the scores of tokens k and k + 8, and the weights made of them must reach the lanes that hold
+these columns of V. In zipped order one exchange between lanes takes 16 tokens there; in plain order it would take
+shared memory and barriers.
 
 Kernels take this description as a compile-time constant. Tensors in Triton have power-of-two sizes, so a size that
 kernels need also comes as the next power of two, `_pad`.

@@ -9,8 +9,8 @@ the other. This *transpose* of a square of codes is the only arithmetic:
     K: word b of the wire has tokens b·F .. b·F+F-1 of 4 channels; at rest each of them is in a word of its own.
     V: word b of the wire has 4·F tokens of a channel; at rest each 4 of them are in a word of their own.
 
-V's tokens rest in zipped order (`code_tiles.py`). So two words of four tokens, 8 tokens apart, are *zipped* byte by byte
-into two words at rest. If one word of the wire has all of a tile's 16 tokens, the two words are parts of it; otherwise
+V's tokens rest in zipped order (`code_tiles.py`). So two words of four tokens, which are 8 tokens apart, are zipped
+byte by byte into two words at rest. If a word of the wire has 16 tokens or more, the two are parts of it; otherwise
 they are parts of two words of a row.
 """
 

@@ -18,7 +18,7 @@ from hack_kernels.level_format import FITS, REFITS, TINY, Feedback, LevelFormat
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.level_layout import level_layout
 from hack_kernels.triton.level_scales import byte_of_half, half_of_byte, load_row_scales, store_row_scales
-from hack_kernels.triton.tiles import zipped, store_codes
+from hack_kernels.triton.tiles import store_codes, zipped
 
 TIMES = tl.constexpr(FITS)
 AGAIN = tl.constexpr(REFITS)

@@ -13,10 +13,10 @@ from hack_kernels.triton.tiles import (
     linear,
     load_codes,
     load_meta,
-    zipped,
     sums_of,
     sums_pointer,
     unit_place,
+    zipped,
 )
 
 

@@ -15,7 +15,7 @@ from hack_kernels.hack_format import HackFormat
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import page_layout
 from hack_kernels.triton.quantize import codes_of, extremes, noise_of, scale_of
-from hack_kernels.triton.tiles import meta_word, zipped, store_codes, store_meta, sums_pointer, unit_place
+from hack_kernels.triton.tiles import meta_word, store_codes, store_meta, sums_pointer, unit_place, zipped
 
 
 @triton.jit

@@ -168,10 +168,7 @@ def load_codes(
     raw = tl.load(at, mask=seen, other=0x80)
     kept = raw & (TILE.levels << (TILE.bits * (first_field + field))).to(tl.uint8)
     split = tl.reshape(kept.to(tl.int8, bitcast=True), (FIELDS, DOWN, PAD, 8, 4, 2, 2, 4))
-    if TILE.zipped:
-        split = tl.permute(split, (1, 0, 6, 3, 2, 5, 4, 7))
-    else:
-        split = tl.permute(split, (1, 0, 3, 6, 2, 5, 4, 7))
+    split = tl.permute(split, (1, 0, 6, 3, 2, 5, 4, 7) if TILE.zipped else (1, 0, 3, 6, 2, 5, 4, 7))
     return tl.reshape(split, (DOWN * FIELDS * 16, PAD * 32))
 
 
