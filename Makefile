@@ -33,9 +33,9 @@ test: $(STAMP) $(NIXL)  ## run the tests, but for the slow ones, on up to 4 core
 	$(BIN)/python -m pytest -m "not slow and not alone" $(PARALLEL)
 	$(BIN)/python -m pytest -m "not slow and alone" tests/router/test_process.py
 
-test-slow: $(STAMP) $(NIXL)  ## run the slow ones: in a browser, Triton's kernels interpreted and compiled, soaks (tests/tiers.py)
-	$(BIN)/python -m pytest -m "slow and not alone" $(PARALLEL)
-	$(BIN)/python -m pytest -m "slow and alone"
+test-slow: $(STAMP) $(NIXL)  ## run the slow ones: in a browser, Triton's kernels interpreted and compiled, soaks (SLICE=1/6: a sixth)
+	$(BIN)/python -m pytest -m "slow and not alone" $(PARALLEL) $(if $(SLICE),--slice $(SLICE))
+	$(BIN)/python -m pytest -m "slow and alone" $(if $(SLICE),--slice $(SLICE))
 
 test-avx2: $(STAMP) $(NIXL)  ## the same on a processor that shows AVX2 and nothing newer (tools/hold_avx2.c; Linux on x86-64)
 	mkdir -p build

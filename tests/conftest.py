@@ -16,7 +16,7 @@ from tests.codecs.calibrations import remove_files
 from tests.codecs.toy8 import make_toy8
 from tests.interpreter import patch_once, remember_types
 from tests.kinds import kind_of
-from tests.tiers import thin_out
+from tests.tiers import Slice, thin_out
 from tests.toys import make_layered, make_projected, make_with_exact_layer
 
 # Off until `pytest_collection_finish`: imports make no garbage.
@@ -57,14 +57,26 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(4, 1 + len(os.sched_getaffinity(0)))
 
 
-def pytest_sessionfinish() -> None:
-    """Delete the files of calibrated codecs. Workers of `-n` end without what `atexit` would run."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--slice`."""
+    parser.addoption("--slice", type=Slice.parse, metavar="K/N", help="run the K-th of N parts (tests/tiers.py)")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Delete the files of calibrated codecs. Workers of `-n` end without what `atexit` would run. A part of few tests
+    may be empty."""
     remove_files()
+    if session.config.getoption("slice") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Thin out grids."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Thin out grids, and leave the tests of one slice."""
     thin_out((item for item in items if item.get_closest_marker("grid")), kind_of)
+    part: Slice | None = config.getoption("slice")
+    if part is not None:
+        config.hook.pytest_deselected(items=[item for item in items if not part.holds(item.nodeid)])
+        items[:] = [item for item in items if part.holds(item.nodeid)]
 
 
 def pytest_collection_finish() -> None:

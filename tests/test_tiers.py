@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hackkv.defaults import DEFAULT_CODEC
 from tests.kinds import kind_of
-from tests.tiers import Value, cover, values
+from tests.tiers import Slice, Value, cover, values
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,15 @@ def test_codecs_of_a_kind_differ_in_nothing_but_bits() -> None:
     assert kind_of("snapkv") != kind_of("mpcache"), "a selection of pages"
     assert kind_of(DEFAULT_CODEC) == DEFAULT_CODEC
     assert kind_of("grpc") == "grpc"
+
+
+@given(st.lists(st.text(), unique=True), st.integers(1, 9))
+def test_every_test_is_in_one_slice(tests: list[str], count: int) -> None:
+    slices = [Slice.parse(f"{number}/{count}") for number in range(1, count + 1)]
+    assert all(sum(part.holds(test) for part in slices) == 1 for test in tests)
+
+
+@pytest.mark.parametrize("wrong", ["0/3", "4/3", "1", "1/0", "a/b", "-1/2", "1/2/3", ""])
+def test_a_slice_that_does_not_exist_is_refused(wrong: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="is not K/N"):
+        Slice.parse(wrong)

@@ -9,20 +9,46 @@ covers every pair of values of two parameters is quick; with `grid(together=1)`,
 no backend, instruction set, wire or codec is left out. With `grid(kinds=True)` codecs of one kind (tests/kinds.py)
 count as one value. That is for tests of nodes and clusters, to which codecs of a kind are alike. Bytes and kernels of
 every codec have quick tests of their own (tests/codecs).
+
+`--slice K/N` runs one of N parts of the chosen tests. CI has time for a part of the slow ones, and takes another part
+for each commit.
 """
 
 from __future__ import annotations
 
+import re
+from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import combinations_with_replacement
 from typing import Any
+from zlib import crc32
 
 import pytest
 
 Value = tuple[str, str]
 """Name and value of a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One of `count` parts of all tests, with a number from 1 on. A test is in one of them, always the same."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Slice:
+        """K/N. Raises `ArgumentTypeError`."""
+        found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+        if found is None or int(found[1]) > int(found[2]):
+            raise ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N")
+        return cls(int(found[1]), int(found[2]))
+
+    def holds(self, nodeid: str) -> bool:
+        """Whether a test is in this part."""
+        return crc32(nodeid.encode()) % self.count == self.number - 1
 
 
 def thin_out(items: Iterable[pytest.Item], kind_of: Callable[[object], object]) -> None:

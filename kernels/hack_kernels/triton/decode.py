@@ -30,6 +30,7 @@ from hack_kernels.triton.tiles import (
     load_unit,
     masked,
     pair_of_tiles,
+    rows_ahead,
 )
 
 ROUND = tl.constexpr(12582912.0)
@@ -188,7 +189,8 @@ def add_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.conste
     TILES: tl.constexpr = LAYOUT.v_tiles
     fields: tl.constexpr = TILES.fields
     scores = page_scores(record, query, LAYOUT, W, N)
-    rows = load_row_once((), record + LAYOUT.v_codes, 0, TILES, W)  # comes while weights are computed
+    ahead: tl.constexpr = rows_ahead(TILES)
+    rows = load_row_once((), record + LAYOUT.v_codes, ahead - 1, TILES, W)  # comes while weights are computed
     page_top = top_of(scores)
     new_top, kept, share = new_top_of(top, page_top, valid)
     weights, p_scale, p_minimum = quantized_weights(scores, page_top, LAYOUT, W, N)
@@ -205,7 +207,7 @@ def add_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.conste
 
     added = ()
     for m in tl.static_range(tl.constexpr(LAYOUT.v_units)):
-        rows = load_row_once(rows, record + LAYOUT.v_codes, m // fields + 1, TILES, W)
+        rows = load_row_once(rows, record + LAYOUT.v_codes, m // fields + ahead, TILES, W)
         added = added + (add_channels(out[m], record, rows[m // fields], weights, kept, terms, LAYOUT, m, W, N),)
     return new_top, weight * kept[:, None, :] + equal_halves(p_total, W, N), added
 

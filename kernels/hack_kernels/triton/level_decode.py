@@ -20,7 +20,7 @@ from hack_kernels.triton.level_scales import load_scale_units
 from hack_kernels.triton.paged import SPARING, PageReader, paged_launch, rows_of_heads
 from hack_kernels.triton.query import query_columns
 from hack_kernels.triton.split import Workspace
-from hack_kernels.triton.tiles import doubled, equal_halves, load_row_once, load_tile, masked, pair_of_tiles
+from hack_kernels.triton.tiles import doubled, equal_halves, load_row_once, load_tile, masked, pair_of_tiles, rows_ahead
 
 
 @triton.jit
@@ -173,8 +173,11 @@ def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
     LOW: tl.constexpr = SIDE.low
     TOP: tl.constexpr = SIDE.top
     scores = level_scores(record, query, LAYOUT, W, N)
-    low_rows = load_row_once((), record + SIDE.codes, 0, LOW, W)  # comes while weights are computed
-    top_rows = load_row_once((), record + SIDE.high, 0, TOP, W) if SIDE.split else low_rows
+    ahead: tl.constexpr = rows_ahead(LOW)
+    low_rows = load_row_once((), record + SIDE.codes, ahead - 1, LOW, W)  # comes while weights are computed
+    top_rows = ()
+    if SIDE.split:
+        top_rows = load_row_once(top_rows, record + SIDE.high, ahead - 1, TOP, W)
     page_top = top_of(scores)
     new_top, kept, share = new_top_of(top, page_top, valid)
     scales = load_scale_units(record + SIDE.scale, LAYOUT.page_tokens // 16, W, SIDE.narrow)
@@ -191,9 +194,9 @@ def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
     p_scale = p_scale * share
     added = ()
     for m in tl.static_range(tl.constexpr(LAYOUT.head_dim // 16)):
-        low_rows = load_row_once(low_rows, record + SIDE.codes, m // LOW.row_fields + 1, LOW, W)
+        low_rows = load_row_once(low_rows, record + SIDE.codes, m // LOW.row_fields + ahead, LOW, W)
         if SIDE.split:
-            top_rows = load_row_once(top_rows, record + SIDE.high, m // TOP.row_fields + 1, TOP, W)
+            top_rows = load_row_once(top_rows, record + SIDE.high, m // TOP.row_fields + ahead, TOP, W)
         low = low_rows[m // LOW.row_fields]
         high = top_rows[m // TOP.row_fields] if SIDE.split else low
         dots = code_product(low, high, codes, low_flips, top_flips, SIDE, m)

@@ -67,6 +67,12 @@ def load_row(codes, row: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr):
     return tiles
 
 
+@triton.constexpr_function
+def rows_ahead(TILE):
+    """Rows of stored tiles that decode asks for before it needs them. A row of more than two tiles would spill."""
+    return 1 if TILE.across <= 2 else 0
+
+
 @triton.jit
 def load_row_once(held, codes, row: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr):
     """`held`, a tuple of the first rows of stored tiles, with row `row` behind it if that is missing and exists."""
