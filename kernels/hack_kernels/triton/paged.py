@@ -41,6 +41,9 @@ PROCESSOR_REGISTERS: Final = 2**16
 SPARING: Final = "--register-usage-level=4"
 """ptxas option for kernels with `ALL_REGISTERS`: at the default of 5, ptxas looks so far ahead that a few of them
 spill."""
+MORE_SPARING: Final = "--register-usage-level=3"
+"""The same for more than `FEW_COLUMNS` query heads."""
+FEW_COLUMNS: Final = 8
 REGISTERS_FOR_OUTPUTS: Final = 1024
 """Outputs (channels × queries) up to which a program fits in `REGISTERS`; with more it takes `ALL_REGISTERS`."""
 
@@ -159,18 +162,18 @@ def decode_kernel(
         # A page's bytes are asked for one turn before it is read, and its number two turns before. A sequence alone was
         # no faster with that on an H200, so there only the number is asked for, one turn before.
         index = tl.minimum(at - begin + warp, last - 1)
-        coming = tl.load(entry + index, mask=index >= 0, other=0) * page_stride
+        page = tl.load(entry + index, mask=index >= 0, other=0)
         if BATCH > 1:
             index = tl.minimum(index + W, last - 1)
-            page = tl.load(entry + index, mask=index >= 0, other=0)
+            following = tl.load(entry + index, mask=index >= 0, other=0)
         for i in range(at - begin, last, W):
-            place = coming
+            place = page * page_stride
             if BATCH > 1:
-                coming = page * page_stride
-                page = tl.load(entry + tl.minimum(i + 2 * W + warp, last - 1))
-                prefetch(keys + coming, LAYOUT.nbytes)
+                page = following
+                following = tl.load(entry + tl.minimum(i + 2 * W + warp, last - 1))
+                prefetch(keys + page * page_stride, LAYOUT.nbytes)
             else:
-                coming = tl.load(entry + tl.minimum(i + W + warp, last - 1)) * page_stride
+                page = tl.load(entry + tl.minimum(i + W + warp, last - 1))
             state = ADD(state, keys + place, values + place, i + warp < last, query, LAYOUT, W, N)
         # Without a window the own page is the only exact one, and ends where the sequence's stretch does.
         first_exact, past_exact, reads_exact = 0, 1, until == end
@@ -261,7 +264,9 @@ def paged_launch(
         "N": columns,
         "W": WARPS,
     }
-    assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else reader.assembler
+    assembler = reader.assembler
+    if registers == ALL_REGISTERS and reader.sparing:
+        assembler = SPARING if columns <= FEW_COLUMNS else MORE_SPARING
     return Launch(decode_kernel, (groups, parts), arguments, WARPS, registers=registers, assembler=assembler)
 
 
