@@ -140,16 +140,17 @@ def recording(notes: list[str], name: str) -> Iterator[None]:
 
 
 def prompt_row(shape: Shape, tokens: int, backend: TritonBackend) -> Row:
-    """Time a prompt in passes of `CHUNK` rows."""
+    """Time a prompt in passes of `CHUNK` rows, alone and with its pages leaving as they leave a prefill node."""
     model = random_model(shape, tokens + PAGE, backend.device, backend.rows)
     us, notes = dict[str, float](), list[str]()
     for name in CODECS:
         with fitting(notes, name):
             runner, pages = random_kv(model, name, tokens, 1, backend)
             passes = Passes(runner, pages)
-            chunks = [passes.a_pass(at, min(CHUNK, tokens - at)) for at in range(0, tokens, CHUNK)]
-            us[name] = median_s(partial(_each, chunks), 1) * 1e6
-            del runner, passes, chunks
+            for run, more in ((passes.a_pass, ""), (passes.a_shipped_pass, ", shipped")):
+                chunks = [run(at, min(CHUNK, tokens - at)) for at in range(0, tokens, CHUNK)]
+                us[name + more] = median_s(partial(_each, chunks), 1) * 1e6
+            del runner, passes, chunks, run
     with fitting(notes, "sdpa"):
         us["sdpa"] = median_s(exact_prompt(model, tokens), 1) * 1e6
     return _row("prompt", f"{shape.name}, {tokens} tokens", us, notes, ({}, tokens, ">= 0.95x with exact prefill"))
