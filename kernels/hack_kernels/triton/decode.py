@@ -18,7 +18,15 @@ from hack_kernels.base import Pool, Spans
 from hack_kernels.hack_format import HackFormat
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import check_records, page_layout
-from hack_kernels.triton.paged import ALL_REGISTERS, LOWEST, REGISTERS, PageReader, paged_launch, rows_of_heads
+from hack_kernels.triton.paged import (
+    ALL_REGISTERS,
+    LOWEST,
+    REGISTERS,
+    SPARING,
+    PageReader,
+    paged_launch,
+    rows_of_heads,
+)
 from hack_kernels.triton.query import query_columns
 from hack_kernels.triton.split import Workspace
 from hack_kernels.triton.tiles import (
@@ -233,6 +241,7 @@ def decode_launch(fmt: HackFormat, pool: Pool, spans: Spans, q: Tensor, out: Ten
         layout,
         registers,
         few_columns=layout.asymmetric,
+        assembler=SPARING,
         sparing=layout.asymmetric or fmt.page_tokens < 128,  # machine code shows: sparing spills with 128 tokens
     )
     records = pool.planes["k_codes"]

@@ -39,8 +39,7 @@ ALL_REGISTERS: Final = 255
 PROCESSOR_REGISTERS: Final = 2**16
 """Registers of a multiprocessor, on every architecture that `support.py` admits."""
 SPARING: Final = "--register-usage-level=4"
-"""ptxas option for kernels with `ALL_REGISTERS`: at the default of 5, ptxas looks so far ahead that a few of them
-spill."""
+"""Option of ptxas: at the default of 5, ptxas looks so far ahead that a few kernels spill."""
 MORE_SPARING: Final = "--register-usage-level=3"
 """The same for more than `FEW_COLUMNS` query heads."""
 FEW_COLUMNS: Final = 8
@@ -226,9 +225,9 @@ class PageReader:
     few_columns: bool = False
     """Whether its state per query head leaves no registers for outputs beyond `REGISTERS_FOR_OUTPUTS`."""
     sparing: bool = True
-    """Whether it is assembled with `SPARING` if it has all registers."""
+    """Whether it is assembled with `SPARING` if it has `ALL_REGISTERS`."""
     assembler: str | None = None
-    """Options of ptxas where `SPARING` does not apply."""
+    """Options of ptxas if it has fewer registers."""
 
 
 def paged_launch(
@@ -265,8 +264,9 @@ def paged_launch(
         "W": WARPS,
     }
     assembler = reader.assembler
-    if registers == ALL_REGISTERS and reader.sparing:
-        assembler = SPARING if columns <= FEW_COLUMNS else MORE_SPARING
+    if registers == ALL_REGISTERS:
+        more = SPARING if columns <= FEW_COLUMNS else MORE_SPARING
+        assembler = more if reader.sparing else None
     return Launch(decode_kernel, (groups, parts), arguments, WARPS, registers=registers, assembler=assembler)
 
 
