@@ -173,7 +173,7 @@ def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
     LOW: tl.constexpr = SIDE.low
     TOP: tl.constexpr = SIDE.top
     scores = level_scores(record, query, LAYOUT, W, N)
-    ahead: tl.constexpr = rows_ahead(LOW)
+    ahead: tl.constexpr = 0 if SIDE.split else rows_ahead(LOW)  # rows of two planes would spill
     low_rows = load_row_once((), record + SIDE.codes, ahead - 1, LOW, W)  # comes while weights are computed
     top_rows = ()
     if SIDE.split:
@@ -217,6 +217,8 @@ def level_decode_launch(
     fmt: LevelFormat, pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace
 ) -> Launch:
     """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous."""
-    reader = PageReader(level_query_columns, add_level_pages, level_layout(fmt), assembler=SPARING)
+    layout = level_layout(fmt)
+    looks_far = not layout.v.split
+    reader = PageReader(level_query_columns, add_level_pages, layout, assembler=SPARING, looks_far=looks_far)
     records = pool.planes["k_codes"]
     return paged_launch(reader, records, records, pool, spans, q, out, workspace)

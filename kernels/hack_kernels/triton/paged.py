@@ -96,6 +96,7 @@ def decode_kernel(
     PREPARE: tl.constexpr,
     ADD: tl.constexpr,
     LAYOUT: tl.constexpr,
+    FAR: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     D: tl.constexpr,
     PI: tl.constexpr,
@@ -158,21 +159,22 @@ def decode_kernel(
             entry += head * (table_stride // HEADS)
         if WINDOW.sink > 0:
             entry += WINDOW.sink
-        # A page's bytes are asked for one turn before it is read, and its number two turns before. A sequence alone was
-        # no faster with that on an H200, so there only the number is asked for, one turn before.
+        # In a batch a page's bytes are asked for one turn before it is read, and its number two turns before. A sequence
+        # alone was no faster with that on an H200. Numbers of pages fit 32 bits.
         index = tl.minimum(at - begin + warp, last - 1)
-        page = tl.load(entry + index, mask=index >= 0, other=0)
-        if BATCH > 1:
+        page = tl.load(entry + index, mask=index >= 0, other=0).to(tl.int32)
+        if FAR and BATCH > 1:
             index = tl.minimum(index + W, last - 1)
-            following = tl.load(entry + index, mask=index >= 0, other=0)
+            following = tl.load(entry + index, mask=index >= 0, other=0).to(tl.int32)
         for i in range(at - begin, last, W):
-            place = page * page_stride
-            if BATCH > 1:
+            place = page.to(tl.int64) * page_stride
+            if FAR and BATCH > 1:
                 page = following
-                following = tl.load(entry + tl.minimum(i + 2 * W + warp, last - 1))
-                prefetch(keys + page * page_stride, LAYOUT.nbytes)
+                following = tl.load(entry + tl.minimum(i + 2 * W + warp, last - 1)).to(tl.int32)
             else:
-                page = tl.load(entry + tl.minimum(i + W + warp, last - 1))
+                page = tl.load(entry + tl.minimum(i + W + warp, last - 1)).to(tl.int32)
+            if BATCH > 1:
+                prefetch(keys + page.to(tl.int64) * page_stride, LAYOUT.nbytes)
             state = ADD(state, keys + place, values + place, i + warp < last, query, LAYOUT, W, N)
         # Without a window the own page is the only exact one, and ends where the sequence's stretch does.
         first_exact, past_exact, reads_exact = 0, 1, until == end
@@ -228,6 +230,8 @@ class PageReader:
     """Whether it is assembled with `SPARING` if it has `ALL_REGISTERS`."""
     assembler: str | None = None
     """Options of ptxas if it has fewer registers."""
+    looks_far: bool = True
+    """Whether it has registers for the number of a page two turns ahead."""
 
 
 def paged_launch(
@@ -257,6 +261,7 @@ def paged_launch(
         "PREPARE": reader.prepare,
         "ADD": reader.add,
         "LAYOUT": reader.layout,
+        "FAR": reader.looks_far,
         "HEAD_STRIDE": reader.layout.head_stride,
         "D": reader.layout.head_dim,
         "PI": reader.layout.page_tokens,
