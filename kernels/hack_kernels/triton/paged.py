@@ -159,8 +159,8 @@ def decode_kernel(
             entry += head * (table_stride // HEADS)
         if WINDOW.sink > 0:
             entry += WINDOW.sink
-        # In a batch a page's bytes are asked for one turn before it is read, its number two turns before. A sequence alone
-        # was no faster with that on an H200. Numbers of pages fit 32 bits.
+        # In a batch a page's bytes are asked for one turn before it is read, and its number two turns before.
+        # A sequence alone was no faster with that on an H200. Numbers of pages fit 32 bits.
         index = tl.minimum(at - begin + warp, last - 1)
         page = tl.load(entry + index, mask=index >= 0, other=0).to(tl.int32)
         if FAR and BATCH > 1:
