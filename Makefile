@@ -91,8 +91,8 @@ peers: $(STAMP) $(PEERS)  ## the same requests through hackkv and other engines,
 private: $(STAMP) $(PRIVATE)  ## a prompt and its answers under secret sharing, two and three parties (docs/private.md)
 	$(BIN)/python -m bench.private --python .venv-private/bin/python --out docs
 
-sanitize: $(STAMP)  ## kernel tests under the address and undefined-behaviour sanitizers
-	PATH=$(CURDIR)/$(BIN):$$PATH kernels/csrc/sanitize.sh
+sanitize: $(STAMP)  ## kernel tests under the address and undefined-behaviour sanitizers (SLICE=1/6: a sixth)
+	SLICE=$(SLICE) PATH=$(CURDIR)/$(BIN):$$PATH kernels/csrc/sanitize.sh
 
 arm:  ## portable kernels on aarch64, emulated, against this machine's (g++-aarch64-linux-gnu, qemu-user)
 	lab/agree.sh
