@@ -31,20 +31,20 @@ TIGHTEST = {
 IN_LANES = {"barriers": 0}
 """Weights reach V's operand without shared memory, so that no warp waits for another."""
 WITH_CODES = {
-    "decode D=64 Π=64 K2V2 G=8": IN_LANES | {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 4, "loads_narrower": 0},
+    "decode D=64 Π=64 K2V2 G=8": IN_LANES | {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 4, "loads_narrower": 1},
     "decode D=64 Π=64 K2V2 asymmetric G=8": IN_LANES | {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 4},
-    "dequantize D=64 Π=64 K2V2 G=8": {"int8_mma": 0, "float_mma": 32 + 4, "loads_128": 4, "loads_narrower": 0},
+    "dequantize D=64 Π=64 K2V2 G=8": {"int8_mma": 0, "float_mma": 32 + 4, "loads_128": 4, "loads_narrower": 1},
     "prefill D=128 Π=64 K2V2 G=4": {"int8_mma": 32, "float_mma": 0, "loads_128": 2 + 1},
     "install D=64 Π=64 K2V2": {"int8_mma": 0, "float_mma": 0},
     "export D=64 Π=64 K2V2": {"int8_mma": 0, "float_mma": 0},
 }
 """Kernels whose main loop is known, on every architecture: products of 16x8 with 32 codes or 16 values, of which the
 last in decode are sums of P, and 2 KiB of codes, 16 bytes a lane. In prefill 128 lanes load 4 KiB, K once per
-partition."""
+partition. The narrow load in decode is the number of a page to come."""
 OF_LEVELS = {
     "decode levels D=64 Π=64 K4V4 G=3": IN_LANES
-    | {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 8, "loads_narrower": 0},
-    "decode levels D=64 Π=64 K3V3 window 1+2 G=3": IN_LANES | {"int8_mma": 32 + 2, "float_mma": 0, "loads_narrower": 0},
+    | {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 8, "loads_narrower": 1},
+    "decode levels D=64 Π=64 K3V3 window 1+2 G=3": IN_LANES | {"int8_mma": 32 + 2, "float_mma": 0, "loads_narrower": 1},
     "prefill levels D=64 Π=64 K3V3 window 1+2 G=3": {"int8_mma": 32, "float_mma": 0},
     "seal levels D=128 Π=64 K3V3 window 1+2": {"int8_mma": 0, "float_mma": 0},
     "install levels D=64 Π=64 K3V3 window 1+2": {"int8_mma": 0, "float_mma": 0},
