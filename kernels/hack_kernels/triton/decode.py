@@ -34,7 +34,7 @@ from hack_kernels.triton.tiles import (
     equal_halves,
     load_row_once,
     load_sums,
-    load_tile,
+    load_tiles,
     load_unit,
     masked,
     pair_of_tiles,
@@ -90,9 +90,7 @@ def add_partition(
 @triton.jit
 def page_scores(record, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """Scores of W pages at `record` [W], in units of log2: a tuple over token tiles of FP32 [W, 16, N]."""
-    tiles = ()
-    for i in tl.static_range(tl.constexpr(LAYOUT.k_tiles.stored)):
-        tiles = tiles + (load_tile(record, i, W),)
+    tiles = load_tiles(record, 0, LAYOUT.k_tiles.stored, W)
     scores = ()
     for m in tl.static_range(tl.constexpr(LAYOUT.page_tokens // 16)):
         score = tl.zeros((W, 16, N), tl.float32)

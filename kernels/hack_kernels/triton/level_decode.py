@@ -20,7 +20,15 @@ from hack_kernels.triton.level_scales import load_scale_units
 from hack_kernels.triton.paged import SPARING, PageReader, paged_launch, rows_of_heads
 from hack_kernels.triton.query import query_columns
 from hack_kernels.triton.split import Workspace
-from hack_kernels.triton.tiles import doubled, equal_halves, load_row_once, load_tile, masked, pair_of_tiles, rows_ahead
+from hack_kernels.triton.tiles import (
+    doubled,
+    equal_halves,
+    load_row_once,
+    load_tiles,
+    masked,
+    pair_of_tiles,
+    rows_ahead,
+)
 
 
 @triton.jit
@@ -60,15 +68,6 @@ def level_query_columns(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.c
         zero * total_of(sums).to(tl.float32),
         (last_sum(sums, LOW), last_sum(sums, TOP)),
     )
-
-
-@triton.jit
-def load_tiles(codes, FIRST: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr):
-    """Stored tiles FIRST.. of W pages: a tuple."""
-    tiles = ()
-    for i in tl.static_range(COUNT):
-        tiles = tiles + (load_tile(codes, FIRST + i, W),)
-    return tiles
 
 
 @triton.jit

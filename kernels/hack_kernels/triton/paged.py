@@ -113,6 +113,7 @@ def decode_kernel(
 
     PREPARE(q, LAYOUT, heads, W, N) turns a KV head's query heads into the `query` of ADD. ADD(state, keys, values,
     valid, query, LAYOUT, W, N) adds W pages to the running softmax; keys and values [W] point to them.
+    FAR: the number of a page is loaded two turns before the page, not one.
 
     keys, values: pools [pages, HEADS, ...] with strides `page_stride` and HEAD_STRIDE; table int64 [batch, ...],
     or [batch, HEADS, ...] with BY_HEAD, contiguous;
@@ -163,12 +164,12 @@ def decode_kernel(
         # A sequence alone was no faster with that on an H200. Numbers of pages fit 32 bits.
         index = tl.minimum(at - begin + warp, last - 1)
         page = tl.load(entry + index, mask=index >= 0, other=0).to(tl.int32)
-        if FAR and BATCH > 1:
+        if FAR:
             index = tl.minimum(index + W, last - 1)
             following = tl.load(entry + index, mask=index >= 0, other=0).to(tl.int32)
         for i in range(at - begin, last, W):
             place = page.to(tl.int64) * page_stride
-            if FAR and BATCH > 1:
+            if FAR:
                 page = following
                 following = tl.load(entry + tl.minimum(i + 2 * W + warp, last - 1)).to(tl.int32)
             else:
@@ -231,7 +232,7 @@ class PageReader:
     assembler: str | None = None
     """Options of ptxas if it has fewer registers."""
     looks_far: bool = True
-    """Whether it has registers for the number of a page two turns ahead."""
+    """Whether it has registers for the number of a page two turns ahead. Only batches use them."""
 
 
 def paged_launch(
@@ -261,7 +262,7 @@ def paged_launch(
         "PREPARE": reader.prepare,
         "ADD": reader.add,
         "LAYOUT": reader.layout,
-        "FAR": reader.looks_far,
+        "FAR": reader.looks_far and q.shape[0] > 1,
         "HEAD_STRIDE": reader.layout.head_stride,
         "D": reader.layout.head_dim,
         "PI": reader.layout.page_tokens,

@@ -59,11 +59,11 @@ def load_tile(codes, index: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def load_row(codes, row: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr):
-    """Row `row` of the stored tiles: a tuple of those across."""
+def load_tiles(codes, FIRST: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr):
+    """Stored tiles FIRST.. of W pages: a tuple."""
     tiles = ()
-    for t in tl.static_range(tl.constexpr(TILE.across)):
-        tiles = tiles + (load_tile(codes, row * TILE.across + t, W),)
+    for i in tl.static_range(COUNT):
+        tiles = tiles + (load_tile(codes, FIRST + i, W),)
     return tiles
 
 
@@ -77,7 +77,7 @@ def rows_ahead(TILE):
 def load_row_once(held, codes, row: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr):
     """`held`, a tuple of the first rows of stored tiles, with row `row` behind it if that is missing and exists."""
     if row == len(held) and row < TILE.down:
-        held = held + (load_row(codes, row, TILE, W),)
+        held = held + (load_tiles(codes, row * TILE.across, TILE.across, W),)
     return held
 
 
