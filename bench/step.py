@@ -11,7 +11,6 @@ first watched step is left out, since the profiler's start has emptied the cache
 
 The node records its steps (`hackkv.model.graphs`), so a step calls one kernel for the whole model. `--eager` measures
 steps that are not recorded.
-steps without that.
 
 Tokens are chosen greedily, and in a second run with the sampling that the model proposes.
 """
