@@ -30,15 +30,22 @@ struct BlockDigits {
     __builtin_prefetch(x->fine + place);
   }
 
-  // sums [R, N] of a block. `from` has the codes of N tiles as they rest, or the widened codes of one tile.
-  template <int R, int N, bool wide>
+  // take(i, sum) for the sums [R, N] of a block. `from` has the codes of N tiles as they rest, or the widened codes of
+  // one tile. Sums without lower digits are taken in a branch of their own, where they stay in registers.
+  template <int R, int N, bool wide, class Take>
   [[gnu::always_inline]] static void form_sums(const std::byte* from, std::int64_t tile_bytes, const RowBlock& x,
-                                               int place, typename S::I (&sums)[R * N]) {
-    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = S::zero_int(); });
-    add_digit<R, N, wide, 0, int(kDigitBase)>(from, tile_bytes, x, place, sums);
-    if (!x.any_fine<R>(place)) return;
+                                               int place, Take take) {
+    typename S::I runs[R * N];
+    add_digit<R, N, wide, 0>(from, tile_bytes, x, place, runs);
+    if (!x.any_fine<R>(place)) [[likely]] {
+      unrolled<R * N>([&](auto i) __attribute__((always_inline)) { take(i, S::run_total(runs[i], int(kDigitBase))); });
+      return;
+    }
+    typename S::I sums[R * N];
+    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = S::run_total(runs[i], int(kDigitBase)); });
     asm volatile("" ::: "memory");  // GCC would keep all codes of the block in memory rather than load them again
-    add_digit<R, N, wide, 1, 1>(from, tile_bytes, x, place, sums);
+    add_digit<R, N, wide, 1>(from, tile_bytes, x, place, runs);
+    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { take(i, S::add_int(sums[i], S::run_total(runs[i], 1))); });
   }
 
  private:
@@ -48,11 +55,10 @@ struct BlockDigits {
     else return S::template plane<kBits, quad / 4>(S::load_int(block + 64 * (quad % 4)));
   }
 
-  // sums + `worth` times the products of one digit.
-  template <int R, int N, bool wide, int digit, int worth>
+  // The products of one digit.
+  template <int R, int N, bool wide, int digit>
   [[gnu::always_inline]] static void add_digit(const std::byte* from, std::int64_t tile_bytes, const RowBlock& x,
-                                               int place, typename S::I (&sums)[R * N]) {
-    typename S::I runs[R * N];
+                                               int place, typename S::I (&runs)[R * N]) {
     unrolled<R * N>([&](auto i) __attribute__((always_inline)) { runs[i] = S::zero_int(); });
     const std::int8_t* rows = x.codes[digit][place];
     unrolled<kQuads>([&](auto quad) __attribute__((always_inline)) {
@@ -66,9 +72,6 @@ struct BlockDigits {
           runs[r * N + n] = S::template run_dot<kBits>(runs[r * N + n], codes[n], four);
         });
       });
-    });
-    unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
-      sums[i] = S::add_int(sums[i], S::run_total(runs[i], worth));
     });
   }
 };

@@ -24,16 +24,12 @@ void code_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const
   unrolled<R * N>([&](auto i) __attribute__((always_inline)) { totals[i] = S::zero(); });
   const std::byte* block = item.w + tile * item.tile_bytes;
   for (int b = 0; b < item.x.blocks; ++b, ++x, block += block_bytes(bits), codes += wide ? Codes::kWideBlock : 0) {
-    typename S::I sums[R * N];
     if constexpr (wide) Codes::fetch(x + 1, place);
-    Codes::template form_sums<R, N, wide>(wide ? codes : block, item.tile_bytes, *x, place, sums);
-    unrolled<N>([&](auto n) __attribute__((always_inline)) {
-      const BlockScales<S, bits> scales(block + n * item.tile_bytes + kBlockColumns * kLanes * bits / 8);
-      unrolled<R>([&](auto r) __attribute__((always_inline)) {
-        constexpr int at = r * N + n;
-        totals[at] = scales.add(totals[at], S::to_float(sums[at]), *x, place + r);
-      });
-    });
+    Codes::template form_sums<R, N, wide>(
+        wide ? codes : block, item.tile_bytes, *x, place, [&](auto i, typename S::I sum) __attribute__((always_inline)) {
+          const BlockScales<S, bits> scales(block + i % N * item.tile_bytes + kBlockColumns * kLanes * bits / 8);
+          totals[i] = scales.add(totals[i], S::to_float(sum), *x, place + i / N);
+        });
   }
   unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
     write_block<S, dtype>(item, row + i / N, tile + i % N, totals[i]);

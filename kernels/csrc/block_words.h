@@ -45,9 +45,10 @@ struct BlockWords {
   }
 
   // Does what BlockDigits::form_sums does.
-  template <int R, int N, bool wide>
+  template <int R, int N, bool wide, class Take>
   [[gnu::always_inline]] static void form_sums(const std::byte* from, std::int64_t tile_bytes, const RowBlock& x,
-                                               int place, typename S::I (&sums)[R * N]) {
+                                               int place, Take take) {
+    typename S::I sums[R * N];
     unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
       sums[i] = bits == 8 ? S::splat_int(x.starts[0][place + i / N]) : S::zero_int();
     });
@@ -64,6 +65,7 @@ struct BlockWords {
         });
       });
     });
+    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { take(i, sums[i]); });
   }
 
  private:
