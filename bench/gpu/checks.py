@@ -124,7 +124,7 @@ def check_rows(backend: TritonBackend) -> None:
         at, place = numbers[part], slots[part]
         rows.append(pool, spans_on(Spans(at, at, at, at[:, None], place), device), k, v, faulty)
         exact = [summed, turned, pool.open_k[part], pool.open_v[part], faulty]
-        rotated = rows.rotate_rows(q, k, v, rotations.to(device))
+        rotated = rows.rotate_rows(q, k, v, rotations.placed(device, rows.lay_out))
         return [each.cpu() for each in (*exact, normed, rows.gate(both[part].to(device)), *rotated)]
 
     whole, expected = (all_on(*on, slice(None)) for on in ((backend.rows, device), (Rowwise(), CPU)))

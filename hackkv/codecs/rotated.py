@@ -93,13 +93,14 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
     digest, origin = UNCALIBRATED, None
     feedback = list[Feedback]()
     if chosen.calibration == UNCALIBRATED:
-        rotations = (plain_rotations(shape.head_dim).to(backend.device),) * shape.num_layers
+        rotations = (plain_rotations(shape.head_dim).placed(backend.device, backend.rows.lay_out),) * shape.num_layers
     else:
         artifact = read_artifact(Path(chosen.calibration))
         artifact.check(ROTATED)
         digest, origin, bits = artifact.digest, artifact.origin, layer_bits(artifact, bits)
         rotations = tuple(
-            calibrated_rotations(artifact, layer, shape).to(backend.device) for layer in range(shape.num_layers)
+            calibrated_rotations(artifact, layer, shape).placed(backend.device, backend.rows.lay_out)
+            for layer in range(shape.num_layers)
         )
         feedback = [feedback_of(artifact, layer, shape) for layer in range(shape.num_layers)]
     exact = exact_layers(str(chosen.exact_layers), shape.num_layers)
@@ -241,7 +242,7 @@ class RotatedCodec(PagedCodec):
             return weights
         if weights.packed:
             rotation = self._folded[layer].float().to(self._backend.device)
-            value, out = rotation.mT.contiguous(), rotation.contiguous()
+            value, out = map(self._backend.rows.lay_out, (rotation.mT, rotation))
             self._rotations[layer] = replace(self._rotations[layer], value=value, out=out)
             return weights
         qkv, out, bias = weights.qkv, weights.out, weights.qkv_bias

@@ -162,7 +162,7 @@ def make_projecting(
         tuple(kept[width].layers[layer] for layer, width in enumerate(chosen_widths)),
         backend,
         written,
-        tuple(rotation.to(backend.device) for rotation, _ in parts),
+        tuple(rotations.placed(backend.device, backend.rows.lay_out) for rotations, _ in parts),
         tuple(folded for _, folded in parts),
     )
     codec.origin = artifact.origin

@@ -247,8 +247,9 @@ HeadRows head_rows(const Kernels& kernels, const RowArray& rows) {
   return {rows.strips(), &kernels.rows_of(rows), bytes_of(rows.dtype())};
 }
 
-// Heads of rows x [T, H, D] times matrices [G, D, D], plus shift [G, D] unless it is None, to out [T, H, D]. Without
-// matrices x only changes its dtype. With `rounded`, x is rounded to FP16 first.
+// Heads of rows x [T, H, D] times matrices [G, D, D], plus shift [G, D] unless it is None, to out [T, H, D]. Row k of a
+// matrix has the factors of channel k. Without matrices x only changes its dtype. With `rounded`, x is rounded to FP16
+// first.
 HeadTurn head_turn(const Kernels& kernels, nb::handle x, nb::handle matrices, nb::handle shift, bool rounded,
                    nb::handle out) {
   const RowArray rows(x, "x"), to(out, "out");

@@ -8,6 +8,7 @@
 #include "float_pages.h"
 #include "group_pages.h"
 #include "hack_pages.h"
+#include "head_turn.h"
 #include "huffman_pages.h"
 #include "level_pages.h"
 #include "nuq_pages.h"
@@ -41,7 +42,7 @@ constexpr RowOperations row_operations_of() {
   }();
   return {round_row<S, dtype>,      rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>,
           largest_in_row<S, dtype>, spread_row<S, dtype>, weigh<S>,           product_block<S, dtype>,
-          widen_row<S, dtype>,      narrow_row<S, dtype>, turn_block<S, dtype>, round,
+          widen_row<S, dtype>,      narrow_row<S, dtype>, turn_head<S, dtype>, round,
           multiply,                 unpack_row_of<S, dtype>};
 }
 

@@ -147,10 +147,4 @@ void product_block(const ProductItem& item, std::byte* scratch) {
   }
 }
 
-// A product with x and w in FP32 and out in `dtype`, which must be FP32 if there is a bias.
-template <class S, Dtype dtype>
-void turn_block(const ProductItem& item) {
-  product_rows<S, Dtype::kFloat, dtype>(item, {item.x, item.x_stride}, {0, item.rows}, nullptr);
-}
-
 }  // namespace hack

@@ -188,7 +188,7 @@ void turn_block(const HeadTurn& part, std::int64_t head, std::int64_t row, int r
   std::byte* out = part.out.at(row, head * d);
   std::int64_t stride = part.x.strips.stride;
   const std::int64_t out_stride = part.out.strips.stride;
-  if (!part.ready || d % kLanes != 0) {
+  if (!part.ready) {
     const std::int64_t wide_stride = std::int64_t(padded_floats(d) * sizeof(float));
     std::byte* wide = thread_scratch(std::size_t(rows * wide_stride));
     for (int r = 0; r < rows; ++r)
@@ -202,9 +202,9 @@ void turn_block(const HeadTurn& part, std::int64_t head, std::int64_t row, int r
     return;
   }
   const std::int64_t group = head / (part.heads / part.groups);
-  const auto* matrix = reinterpret_cast<const std::byte*>(part.matrices + group * d * d);
-  const auto* bias = reinterpret_cast<const std::byte*>(part.shift == nullptr ? nullptr : part.shift + group * d);
-  part.out.operations->turn({x, stride, rows, d, matrix, bias, 0, d, out, out_stride});
+  const float* shift = part.shift == nullptr ? nullptr : part.shift + group * d;
+  part.out.operations->turn({reinterpret_cast<const float*>(x), stride, rows, d, part.matrices + group * d * d, shift,
+                             out, out_stride});
 }
 
 }  // namespace

@@ -11,22 +11,21 @@
 
 namespace hack {
 
-// The last lanes of a row, fewer than a vector has.
-template <class S, Dtype dtype>
-[[gnu::noinline]] typename S::F load_last_lanes(const std::byte* row, int at, int n) {
-  alignas(64) float x[kLanes] = {};
-  for (int i = 0; i < n - at; ++i) {
-    if constexpr (dtype == Dtype::kFloat) x[i] = reinterpret_cast<const float*>(row)[at + i];
+// The last values of a row, fewer than a vector has lanes; the rest of x becomes zeros. Not inlined, as is
+// store_last_values, since they are rarely called; and they take no vector, which a call would pass, and so keep, in
+// memory.
+template <Dtype dtype>
+[[gnu::noinline]] void load_last_values(const std::byte* row, int at, int n, float* x) {
+  for (int i = 0; i < kLanes; ++i) {
+    if (i >= n - at) x[i] = 0.0f;
+    else if constexpr (dtype == Dtype::kFloat) x[i] = reinterpret_cast<const float*>(row)[at + i];
     else if constexpr (dtype == Dtype::kHalf) x[i] = half_to_float(reinterpret_cast<const std::uint16_t*>(row)[at + i]);
     else x[i] = bfloat_to_float(reinterpret_cast<const std::uint16_t*>(row)[at + i]);
   }
-  return S::load(x);
 }
 
-template <class S, Dtype dtype>
-[[gnu::noinline]] void store_last_lanes(std::byte* row, int at, int n, typename S::F lanes) {
-  alignas(64) float x[kLanes];
-  S::store(x, lanes);
+template <Dtype dtype>
+[[gnu::noinline]] void store_last_values(std::byte* row, int at, int n, const float* x) {
   for (int i = 0; i < n - at; ++i) {
     if constexpr (dtype == Dtype::kFloat) reinterpret_cast<float*>(row)[at + i] = x[i];
     else reinterpret_cast<std::uint16_t*>(row)[at + i] = dtype == Dtype::kHalf ? float_to_half(x[i]) : float_to_bfloat(x[i]);
@@ -36,16 +35,23 @@ template <class S, Dtype dtype>
 // Lanes from `at` on of a row of n values; zeros past its end.
 template <class S, Dtype dtype, int lanes = kLanes>
 [[gnu::always_inline]] inline typename S::F load_lanes(const std::byte* row, int at, int n) {
-  if (n - at < lanes) return load_last_lanes<S, dtype>(row, at, n);
+  if (n - at < lanes) {
+    alignas(64) float x[kLanes];
+    load_last_values<dtype>(row, at, n, x);
+    return S::load(x);
+  }
   if constexpr (dtype == Dtype::kFloat) return S::load(reinterpret_cast<const float*>(row) + at);
   const auto* values = reinterpret_cast<const std::uint16_t*>(row) + at;
   return dtype == Dtype::kHalf ? S::load_half(values) : S::load_bfloat(values);
 }
 
-// Inlined, since a call would pass the vector in memory.
 template <class S, Dtype dtype>
 [[gnu::always_inline]] inline void store_lanes(std::byte* row, int at, int n, typename S::F lanes) {
-  if (n - at < kLanes) return store_last_lanes<S, dtype>(row, at, n, lanes);
+  if (n - at < kLanes) {
+    alignas(64) float x[kLanes];
+    S::store(x, lanes);
+    return store_last_values<dtype>(row, at, n, x);
+  }
   if constexpr (dtype == Dtype::kFloat) return S::store(reinterpret_cast<float*>(row) + at, lanes);
   auto* values = reinterpret_cast<std::uint16_t*>(row) + at;
   dtype == Dtype::kHalf ? S::store_half(values, lanes) : S::store_bfloat(values, lanes);

@@ -74,7 +74,7 @@ struct HeadRows {
 };
 
 // A turn of the heads of x [count, heads, D]: each times the matrix of its group, of matrices [groups, D, D], plus the
-// group's shift, of shift [groups, D], unless it is null.
+// group's shift, of shift [groups, D], unless it is null. Row k of a matrix has the factors of channel k of x.
 struct HeadTurn {
   HeadRows x;
   HeadRows out;

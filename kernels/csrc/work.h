@@ -110,6 +110,19 @@ struct ProductItem {
   std::int64_t out_stride;
 };
 
+// Rows of a head times a matrix [D, D], plus a shift [D] unless that is null. Row k of the matrix has the factors of
+// channel k of x.
+struct TurnItem {
+  const float* x;
+  std::int64_t x_stride;  // bytes between rows of x
+  int rows;
+  int head_dim;
+  const float* matrix;
+  const float* shift;  // null, or out is FP32
+  std::byte* out;
+  std::int64_t out_stride;
+};
+
 inline constexpr int kProductBlock = 64;  // rows of x in an item, at most
 
 inline constexpr int kPairBytes = 1024;  // bytes of 16 rows of x in pairs, for 32 columns (matrix_product.h)
@@ -230,7 +243,7 @@ struct RowOperations {
   void (*product)(const ProductItem&, std::byte* scratch);
   void (*widen)(const std::byte* row, int n, bool rounded, float* out);
   void (*store)(const float* row, int n, std::byte* out);
-  void (*turn)(const ProductItem&);
+  void (*turn)(const TurnItem&);
   void (*round_blocks)(const std::byte* row, int k, int bits, const BlockRows& out, std::int64_t at);
   void (*block_product)(const BlockItem&, std::byte* scratch);
   void (*unpack_row)(const BlockItem&, std::int64_t row, std::byte* out);

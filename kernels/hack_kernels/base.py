@@ -196,14 +196,18 @@ class RowKernels(ChoiceKernels, Protocol):
         """
         ...
 
+    def lay_out(self, matrices: Tensor) -> Tensor:
+        """`matrices` [G, D, D] float32 in the order in memory that `rotate_heads` reads fastest."""
+        ...
+
     def rotate_heads(
         self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """matrices[g] @ x[t, h] + shift[g] with g = h // (H // G), for every row t and head h: [T, H, D], contiguous.
 
         x [T, H, D] float32, H a multiple of G; the heads of a row are contiguous, rows may lie apart. `matrices`
-        [G, D, D] and `shift` [G, D] are contiguous float32. The result is rounded to `dtype`, which is float32 where
-        there is a shift.
+        [G, D, D] float32 are contiguous or come from `lay_out`; `shift` [G, D] float32 is contiguous. The result is
+        rounded to `dtype`, which is float32 where there is a shift.
         """
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class HeadRotations:
-    """Matrices [Hkv, D, D], or [1, D, D] for all KV heads; float32, contiguous."""
+    """Matrices [Hkv, D, D], or [1, D, D] for all KV heads; float32, contiguous or from `RowKernels.lay_out`."""
 
     query: Tensor
     """q' = query @ q."""
@@ -30,9 +30,10 @@ class HeadRotations:
             return self
         return self._each(lambda x: x if x.shape[0] in (1, count) else x[start : start + count])
 
-    def to(self, device: torch.device) -> HeadRotations:
-        """A copy on another device."""
-        return self._each(lambda x: x.to(device))
+    def placed(self, device: torch.device, lay_out: Callable[[Tensor], Tensor]) -> HeadRotations:
+        """A copy on another device, its matrices as `lay_out` of that device's `RowKernels` returns them."""
+        copy = self._each(lambda x: x.to(device))
+        return replace(copy._each(lay_out), shift=copy.shift)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> HeadRotations:
         others = (None if x is None else change(x) for x in (self.shift, self.value, self.out))

@@ -68,6 +68,10 @@ class Rowwise:
         low, high = x[:, :heads].float().chunk(2, dim=-1)
         x[:, :heads].copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
 
+    def lay_out(self, matrices: Tensor) -> Tensor:
+        """Row-major."""
+        return matrices.contiguous()
+
     def rotate_heads(
         self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:

@@ -19,6 +19,9 @@ struct Avx2 {
   static constexpr int kProductRows = 4;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 3;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 8;
+  static constexpr int kTurnRows = 4;     // accumulators of a rotation of heads: rows of x
+  static constexpr int kTurnVectors = 1;  // times vectors of outputs
+  static constexpr int kTurnVectorsOfOneRow = 4;
   static constexpr int kProductCache = 1 << 14;  // bytes of x that stay in the first-level cache during a product
   static constexpr bool kMultipliesWords = true;  // products with codes of a weight: block_tiles.h
   struct F {

@@ -19,6 +19,9 @@ struct Avx512 {
   static constexpr int kProductRows = 4;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 6;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 8;
+  static constexpr int kTurnRows = 4;     // accumulators of a rotation of heads: rows of x
+  static constexpr int kTurnVectors = 2;  // times vectors of outputs
+  static constexpr int kTurnVectorsOfOneRow = 4;
   static constexpr int kProductCache = 1 << 30;  // the tile reads x rarely enough to leave it in the second-level cache
   static constexpr bool kMultipliesWords = false;
   static constexpr int kBlockRows = 4;   // accumulators of a product with codes of a weight: rows of x

@@ -21,6 +21,9 @@ struct Portable {
   static constexpr int kProductRows = 1;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 2;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 2;
+  static constexpr int kTurnRows = 2;     // accumulators of a rotation of heads: rows of x
+  static constexpr int kTurnVectors = 1;  // times vectors of outputs
+  static constexpr int kTurnVectorsOfOneRow = 2;
   static constexpr int kProductCache = 1 << 14;
   static constexpr bool kMultipliesWords = false;
   static constexpr int kBlockRows = 1;   // accumulators of a product with codes of a weight: rows of x

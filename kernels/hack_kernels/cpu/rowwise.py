@@ -75,19 +75,25 @@ class RowwiseCpu(Rowwise):
         """One pass over each row, bit-equal to torch."""
         self._native.rotate(x, heads, cos_sin)
 
+    def lay_out(self, matrices: Tensor) -> Tensor:
+        """Column-major: all outputs' factors of a channel of x are neighbors."""
+        return _columns(matrices).mT
+
     def rotate_heads(
         self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Products in the order of `product`, head by head."""
+        """Every sum goes over the channels in order."""
         out = torch.empty(x.shape, dtype=dtype)
-        self._native.turn_heads(((x, matrices, shift, False, out),))
+        self._native.turn_heads(((x, _columns(matrices), shift, False, out),))
         return out
 
     def rotate_rows(self, q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
         """One C++ call for Q, K and V, which reads them as they lie."""
         to_q, to_k, to_v = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v))
-        of_q, of_k = (q, rotations.query, None, False, to_q), (k, rotations.key, rotations.shift, True, to_k)
-        self._native.turn_heads((of_q, of_k, (v, rotations.value, None, True, to_v)))
+        query, key = _columns(rotations.query), _columns(rotations.key)
+        value = None if rotations.value is None else _columns(rotations.value)
+        of_q, of_k = (q, query, None, False, to_q), (k, key, rotations.shift, True, to_k)
+        self._native.turn_heads((of_q, of_k, (v, value, None, True, to_v)))
         return to_q, to_k, to_v
 
     def gate(self, x: Tensor) -> Tensor:
@@ -125,3 +131,8 @@ class RowwiseCpu(Rowwise):
 
 def _data(weight: Weight) -> Tensor:
     return weight.data if isinstance(weight, BlockWeight) else weight
+
+
+def _columns(matrices: Tensor) -> Tensor:
+    """Columns of matrices [G, D, D] as contiguous rows [G, D, D]; a copy unless `RowwiseCpu.lay_out` made them."""
+    return matrices.mT.contiguous()
