@@ -11,6 +11,13 @@ namespace hack {
 
 inline constexpr int kTileGroup = 4;  // rows of x at a time, of one group
 
+// Fetches a block of N tiles. A row of a weight is so short that the processor's own fetching would begin anew with each.
+template <int bits, int N>
+[[gnu::always_inline]] inline void fetch_block(const std::byte* block, std::int64_t tile_bytes) {
+  for (int n = 0; n < N; ++n)
+    for (int line = 0; line < block_bytes(bits); line += 64) __builtin_prefetch(block + n * tile_bytes + line);
+}
+
 // R rows of x of one group, from row `row` on, times N tiles of w from `tile` on. `codes`: widened codes of a tile or
 // null.
 template <class Codes, Dtype dtype, int R, int N, bool wide>
@@ -25,6 +32,7 @@ void code_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const
   const std::byte* block = item.w + tile * item.tile_bytes;
   for (int b = 0; b < item.x.blocks; ++b, ++x, block += block_bytes(bits), codes += wide ? Codes::kWideBlock : 0) {
     if constexpr (wide) Codes::fetch(x + 1, place);
+    else fetch_block<bits, N>(block + N * item.tile_bytes, item.tile_bytes);
     Codes::template form_sums<R, N, wide>(
         wide ? codes : block, item.tile_bytes, *x, place, [&](auto i, typename S::I sum) __attribute__((always_inline)) {
           const BlockScales<S, bits> scales(block + i % N * item.tile_bytes + kBlockColumns * kLanes * bits / 8);

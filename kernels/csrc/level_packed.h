@@ -104,21 +104,48 @@ void level_values(const LevelFormat& fmt, const ConstLevelPage& page, const Cons
       });
 }
 
-// Attention of NR rows to a strip. `scores` is [kStrip, NR rounded up to 4, Π]; `v_scale` [Π] and the codes of P [4, Π]
-// are those of one page at a time. Weighing takes four rows with the same scales, so a page's rows are padded to four.
+// use(first, count) for NR rows, as many at a time as have their sums in registers.
+template <class S, int NR, class Use>
+[[gnu::always_inline]] inline void each_tile_rows(Use use) {
+  constexpr int kRows = S::kTileRows;
+  unrolled<(NR + kRows - 1) / kRows>([&](auto part) __attribute__((always_inline)) {
+    constexpr int first = part * kRows, count = NR - first < kRows ? NR - first : kRows;
+    use(std::integral_constant<int, first>{}, std::integral_constant<int, count>{});
+  });
+}
+
+// level_scores and level_values for NR rows, up to kTile.
+template <class S, int bits, int NR>
+void tile_scores(const LevelFormat& fmt, const ConstLevelPage& page, const ConstLevelPage& next,
+                 const LevelQuery& query, int r0, float* scores) {
+  each_tile_rows<S, NR>([&](auto first, auto count) __attribute__((always_inline)) {
+    level_scores<S, bits, count>(fmt, page, next, query, r0 + first, scores + first * fmt.page_tokens);
+  });
+}
+
+template <class S, int bits, int NR>
+void tile_values(const LevelFormat& fmt, const ConstLevelPage& page, const ConstLevelPage& next,
+                 const std::uint8_t* p, const LevelMerge* merges, float* out) {
+  each_tile_rows<S, NR>([&](auto first, auto count) __attribute__((always_inline)) {
+    level_values<S, bits, count>(fmt, page, next, p + first * fmt.page_tokens, merges + first,
+                                 out + first * fmt.head_dim);
+  });
+}
+
+// Attention of NR rows to a strip. `scores` is [kStrip, 4, Π]; `v_scale` [Π] and the codes of P [4, Π] are those of one
+// page at a time. Weighing takes four rows with the same scales, so a page's rows are padded to four.
 template <class S, int NR>
 void level_rows(const LevelFormat& fmt, const LevelStrip& strip, const LevelQuery& query, int r0, State& state,
                 float* scores, float* v_scale, std::uint8_t* codes) {
   const int pi = fmt.page_tokens;
-  constexpr int kRows = (NR + kTile - 1) / kTile * kTile;
-  const auto scores_of = LevelWidths::with(fmt.k_bits, [](auto bits) { return level_scores<S, bits, NR>; });
-  const auto values_of = LevelWidths::with(fmt.v_bits, [](auto bits) { return level_values<S, bits, NR>; });
+  const auto scores_of = LevelWidths::with(fmt.k_bits, [](auto bits) { return tile_scores<S, bits, NR>; });
+  const auto values_of = LevelWidths::with(fmt.v_bits, [](auto bits) { return tile_values<S, bits, NR>; });
   const float zero = zero_point(fmt.v_bits);
   alignas(64) float tops[kLanes], padded[kTile], takes[kLanes];
   for (int i = 0; i < strip.pages; ++i) {
-    float* page_scores = scores + i * kRows * pi;
+    float* page_scores = scores + i * kTile * pi;
     scores_of(fmt, strip.page[i], strip.next[i], query, r0, page_scores);
-    if (kRows != NR) std::memset(page_scores + NR * pi, 0, sizeof(float) * (kRows - NR) * pi);
+    std::memset(page_scores + NR * pi, 0, sizeof(float) * (kTile - NR) * pi);
     row_maxima<S>(page_scores, pi, padded);
     for (int r = 0; r < NR; ++r) tops[i * NR + r] = padded[r] * query.scale[r0 + r];
   }
@@ -135,7 +162,7 @@ void level_rows(const LevelFormat& fmt, const LevelStrip& strip, const LevelQuer
     }
     LevelWeights weights[kTile];
     LevelMerge merges[NR];
-    weigh_levels<S>(scores + i * kRows * pi, pi, scale, padded, v_scale, codes, weights);
+    weigh_levels<S>(scores + i * kTile * pi, pi, scale, padded, v_scale, codes, weights);
     merge_levels<S, NR>(state, r0, zero, takes + i * NR, weights, merges);
     values_of(fmt, strip.page[i], strip.next[i], codes, merges, state.out + std::size_t(r0) * fmt.head_dim);
   }
@@ -148,8 +175,8 @@ void attend_packed_levels(const LevelFormat& fmt, const LevelStrip& strip, const
   float* scores = arena.template take<float>(std::size_t(kStrip) * kTile * fmt.page_tokens);
   float* v_scale = arena.template take<float>(fmt.page_tokens);
   auto* codes = arena.template take<std::uint8_t>(std::size_t(kTile) * fmt.page_tokens);
-  for (int r = 0; r < query.rows; r += S::kTileRows) {
-    with_constant<S::kTileRows>(query.rows - r, [&](auto rows) {
+  for (int r = 0; r < query.rows; r += kTile) {
+    with_constant<kTile>(query.rows - r, [&](auto rows) {
       constexpr int count = decltype(rows)::value;
       level_rows<S, count>(fmt, strip, query, r, state, scores, v_scale, codes);
     });

@@ -100,8 +100,9 @@ void own_values(const PageFormat& fmt, const RowPointers& rows, int total, const
 
 template <class S>
 void own_values(const PageFormat& fmt, const RowPointers& rows, int total, const float* p, float* out) {
+  constexpr int NB = S::kTileRows * S::kTileBlocks >= 2 * kTile ? 2 : 1;  // as many sums as fit in registers
   int d = 0;
-  for (; d + 2 * kLanes <= fmt.head_dim; d += 2 * kLanes) own_values<S, 2>(fmt, rows, total, p, d, out);
+  for (; d + NB * kLanes <= fmt.head_dim; d += NB * kLanes) own_values<S, NB>(fmt, rows, total, p, d, out);
   if (d < fmt.head_dim) own_values<S, 1>(fmt, rows, total, p, d, out);
 }
 
