@@ -1,9 +1,12 @@
 """Matrix products of a model, ours beside the library's: `python -m bench.products [--threads N] [--out docs]`.
 
 Shapes are those of the shipped model and of SmolLM2-135M; rows are those of a decode step and of a prefill pass. Each
-pair is measured alternately in one run, and the median counts. Packed weights have two rivals: the library with weights
-that are unpacked for each call, and torch's own packed products. The latter have other forms (codes of 8 bits with one
-scale per row of the weight, of 4 bits in groups of 32 with BF16 scales), and they only multiply.
+pair is measured alternately in one run, and the median counts. "Cold" rows begin with nothing of theirs in the caches,
+as a decode step finds its weights; all others find the weight there.
+
+Packed weights have two rivals: the library with weights that are unpacked for each call, and torch's own packed
+products. The latter have other forms (codes of 8 bits with one scale per row of the weight, of 4 bits in groups of 32
+with BF16 scales), and they only multiply.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ from measure.accuracy.machine import this_machine
 SHAPES: Final = ((256, 768), (576, 960), (576, 3072), (1536, 576))
 """(inputs, outputs)"""
 ROWS: Final = (1, 8, 64, 512)
+COLD: Final = (1, 8)
+"""Rows that are timed cold, too."""
+SWEPT_BYTES: Final = 128 << 20
+"""Bytes that are read before a cold call; more than the caches hold."""
 ROUNDS: Final = 15
 HEAD: Final = (
     "| weights | inputs x outputs | rows | instruction set | ours, GF/s | library, GF/s | library's time to ours "
@@ -63,10 +70,10 @@ def main() -> None:
     print(HEAD)
     for form in FORMS:
         for shape in SHAPES:
-            for rows in ROWS:
+            for rows, cold in [*((rows, False) for rows in ROWS), *((rows, True) for rows in COLD)]:
                 for isa in supported_isas():
                     if isa != "portable":
-                        lines.append(row(CpuBackend(isa, args.threads), form, shape, rows))
+                        lines.append(row(CpuBackend(isa, args.threads), form, shape, rows, cold))
                         print(lines[-1], flush=True)
     if args.out:
         unit = bf16_unit()
@@ -82,7 +89,7 @@ def bf16_unit() -> str:
     return next((unit for unit in ("amx_bf16", "avx512_bf16") if present.get(unit)), "fp32").replace("_", "-")
 
 
-def row(backend: CpuBackend, form: Form, shape: tuple[int, int], rows: int) -> str:
+def row(backend: CpuBackend, form: Form, shape: tuple[int, int], rows: int, cold: bool = False) -> str:
     """A line of the table for x [rows, inputs] and a weight [outputs, inputs]."""
     (inputs, outputs), kernels = shape, backend.rows
     x, weight = torch.randn(rows, inputs).to(form.dtype), (torch.randn(outputs, inputs) / inputs**0.5).to(form.dtype)
@@ -95,10 +102,11 @@ def row(backend: CpuBackend, form: Form, shape: tuple[int, int], rows: int) -> s
             lambda: F.linear(x, kernels.unpack(packed, x.dtype)),
             packed_in_torch(x, outputs, form.bits),
         ]
-    ours, library, *others = alternating(*calls)
+    ours, library, *others = alternating(*calls, cold=cold)
     speeds = " | ".join(f"{2e-9 * rows * inputs * outputs / seconds:.3g}" for seconds in (ours, library))
     other = "".join(f"{seconds / ours:.3g}" for seconds in others)
-    return f"| {form} | {inputs} x {outputs} | {rows} | {backend.isa} | {speeds} | {library / ours:.3g} | {other} |"
+    which = f"{rows}, cold" if cold else rows
+    return f"| {form} | {inputs} x {outputs} | {which} | {backend.isa} | {speeds} | {library / ours:.3g} | {other} |"
 
 
 def packed_in_torch(x: Tensor, outputs: int, bits: int) -> Callable[[], Tensor]:
@@ -113,11 +121,13 @@ def packed_in_torch(x: Tensor, outputs: int, bits: int) -> Callable[[], Tensor]:
     return lambda: torch._weight_int4pack_mm_for_cpu(x, packed, BLOCK, groups)
 
 
-def alternating(*calls: Callable[[], Tensor]) -> list[float]:
+def alternating(*calls: Callable[[], Tensor], cold: bool) -> list[float]:
     """Median seconds of each call."""
     seconds: list[list[float]] = [[] for _ in calls]
+    swept = torch.zeros(SWEPT_BYTES * cold, dtype=torch.uint8).view(torch.int64)
     for _ in range(ROUNDS + 1):
         for call, spent in zip(calls, seconds, strict=True):
+            swept.sum()
             began = perf_counter()
             call()
             spent.append(perf_counter() - began)

@@ -36,6 +36,9 @@ def test_rotate_heads(rotating: RowKernels, dim: int, groups: int, heads: int) -
                 found = each.rotate_heads(x, matrices, b)
                 assert (found.dtype, found.shape, found.is_contiguous()) == (torch.float32, x.shape, True)
                 assert bool(((found.double() - rotated - added).abs() <= 1e-6 * (size + added.abs())).all())
+                laid_out = each.lay_out(matrices)
+                assert torch.equal(laid_out, matrices)
+                assert torch.equal(each.rotate_heads(x, laid_out, b), found)
 
 
 def test_a_rotated_row_does_not_depend_on_its_place(rotating: RowKernels) -> None:
@@ -89,6 +92,24 @@ def test_a_rotation_of_rows_that_fp16_does_not_hold_is_not_finite(rotating: RowK
         assert bool(torch.isfinite(q).all())
         for found in (k, v):
             assert torch.isfinite(found).all(-1).tolist() == [[True, True, True], [True, True, False]]
+
+
+def test_placed_rotations_are_the_same(rotating: RowKernels) -> None:
+    """In another order in memory, perhaps; of some heads, too. A shift has one order."""
+    square, shift = rows(40, 3, 64, 64), rows(41, 3, 64)
+    q, k = rows(42, 5, 6, 64), rows(43, 5, 3, 64)
+    rotations = HeadRotations(square, square, shift, square, square)
+    placed = rotations.placed(torch.device("cpu"), rotating.lay_out)
+    assert placed.shift is not None
+    assert placed.shift.is_contiguous()
+    for found, wanted in zip(
+        rotating.rotate_rows(q, k, k, placed), rotating.rotate_rows(q, k, k, rotations), strict=True
+    ):
+        assert torch.equal(found, wanted)
+    some, part = placed.heads(1, 2), rotations.heads(1, 2)
+    of_some = rotating.rotate_rows(q[:, 2:], k[:, 1:], k[:, 1:], some)
+    for found, wanted in zip(of_some, rotating.rotate_rows(q[:, 2:], k[:, 1:], k[:, 1:], part), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_rotations_of_some_heads() -> None:
