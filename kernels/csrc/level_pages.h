@@ -148,7 +148,7 @@ constexpr PageOperations level_operations() {
   operations.export_page = export_levels<S>;
   operations.attend = attend_levels<S, Codes, Exact>;
   operations.scratch_bytes = level_scratch_bytes<S, Codes, Exact>;
-  operations.alone_work = 96;
+  operations.alone_work = 16;
   return operations;
 }
 

@@ -21,9 +21,10 @@ constexpr int kSpins = 4096;  // some tens of microseconds: less than it takes t
 // How long a thread of the pool stays awake after its work: longer than a decode step takes from one call to the next.
 constexpr std::chrono::nanoseconds kAwake{60'000};
 // A yield that takes longer than kShared has let another thread run. The pool's threads then sleep at once in the next
-// kCallsAsleep waits.
+// waits: in one for each kWakeUp of that yield, which is what a wait awake saves. So a thread that runs now and then, such
+// as an event loop's, costs a few wake-ups, and one that never stops makes the pool sleep nearly always.
 constexpr std::chrono::nanoseconds kShared{15'000};
-constexpr int kCallsAsleep = 256;
+constexpr std::chrono::nanoseconds kWakeUp{10'000};
 constexpr int kPauses = 16;  // from one yield to the next
 
 void pause() {
@@ -86,7 +87,7 @@ class ThreadPool {
       const auto before = Clock::now();
       sched_yield();
       now = Clock::now();
-      if (now - before > kShared) return calls_asleep_.store(kCallsAsleep, std::memory_order_relaxed);
+      if (now - before > kShared) return calls_asleep_.store(int((now - before) / kWakeUp), std::memory_order_relaxed);
     }
   }
 
