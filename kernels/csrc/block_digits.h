@@ -24,7 +24,7 @@ struct BlockDigits {
   // Lower digits are not prefetched: few blocks have any.
   static void fetch(const RowBlock* x, int place) {
     __builtin_prefetch(x->codes[0][place]);
-    __builtin_prefetch(x->codes[0][place + kTileGroup / 2]);
+    __builtin_prefetch(x->codes[0][place + S::kBlockRows / 2]);
     __builtin_prefetch(x->scales + place);
     __builtin_prefetch(x->sums + place);
     __builtin_prefetch(x->fine + place);
@@ -38,14 +38,16 @@ struct BlockDigits {
     typename S::I runs[R * N];
     add_digit<R, N, wide, 0>(from, tile_bytes, x, place, runs);
     if (!x.any_fine<R>(place)) [[likely]] {
-      unrolled<R * N>([&](auto i) __attribute__((always_inline)) { take(i, S::run_total(runs[i], int(kDigitBase))); });
+      unrolled<R * N>([&](auto i) __attribute__((always_inline)) { take(i, S::to_float(S::run_total(runs[i], int(kDigitBase)))); });
       return;
     }
     typename S::I sums[R * N];
     unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = S::run_total(runs[i], int(kDigitBase)); });
     asm volatile("" ::: "memory");  // GCC would keep all codes of the block in memory rather than load them again
     add_digit<R, N, wide, 1>(from, tile_bytes, x, place, runs);
-    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { take(i, S::add_int(sums[i], S::run_total(runs[i], 1))); });
+    unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
+      take(i, S::to_float(S::add_int(sums[i], S::run_total(runs[i], 1))));
+    });
   }
 
  private:

@@ -5,7 +5,7 @@
 // once. They pass through memory, and vectors add blocks as those of block_product.h do.
 #pragma once
 
-#include "block_product.h"
+#include "block_dots.h"
 #include "product.h"
 #include "simd/amx.h"
 
@@ -88,7 +88,8 @@ void matrix_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, con
     const BlockScales<S, bits> scales(w.scales + b * kLanes, w.minima + b * kLanes);
     unrolled<kLanes>([&](auto r) __attribute__((always_inline)) {
       const auto upper = S::load_int(from[0] + r * kLanes), lower = S::load_int(from[1] + r * kLanes);
-      totals[r] = scales.add(totals[r], upper, lower, x[b], r);
+      const auto sum = S::fused(S::to_float(upper), S::splat(kDigitBase), S::to_float(lower));
+      totals[r] = scales.add(totals[r], sum, x[b], r);
     });
   };
   int b = 0;
@@ -121,7 +122,7 @@ void matrix_rows(const BlockItem& item, std::int64_t last, std::byte* scratch) {
   }
 }
 
-// Does what block_product_of does. Rows left over after groups of 16 go to block_product_of.
+// Does what multiply_dots does. Rows left over after groups of 16 go to multiply_dots.
 template <class S, Dtype dtype>
 void block_matrix_product_of(const BlockItem& item, std::byte* scratch) {
   const std::int64_t last = item.first_row + (item.last_row - item.first_row) / kLanes * kLanes;
@@ -129,7 +130,7 @@ void block_matrix_product_of(const BlockItem& item, std::byte* scratch) {
     item.bits == 8 ? matrix_rows<S, dtype, 8>(item, last, scratch) : matrix_rows<S, dtype, 4>(item, last, scratch);
   BlockItem rest = item;
   rest.first_row = last;
-  if (last < item.last_row) block_product_of<S, dtype>(rest, scratch);
+  if (last < item.last_row) multiply_dots<S, dtype>(rest, scratch);
 }
 
 }  // namespace hack

@@ -110,11 +110,7 @@ struct BlockScales {
     if constexpr (bits == 4) minimum = S::load(minima);
   }
 
-  // total plus the share of one block: the sums of its upper and lower bytes for a row of x, scaled.
-  [[gnu::always_inline]] typename S::F add(typename S::F total, typename S::I upper, typename S::I lower,
-                                           const RowBlock& x, int row) const {
-    return add(total, S::fused(S::to_float(upper), S::splat(kDigitBase), S::to_float(lower)), x, row);
-  }
+  // total plus the share of one block: its sums for a row of x, scaled.
   [[gnu::always_inline]] typename S::F add(typename S::F total, typename S::F sums, const RowBlock& x, int row) const {
     total = S::fused(sums, S::mul(scale, S::splat(x.scales[row])), total);
     if constexpr (bits == 4) total = S::fused(minimum, S::splat(x.sums[row]), total);
@@ -132,95 +128,6 @@ template <class S, Dtype dtype>
   const int at = int(tile) * kLanes;
   if (item.bias != nullptr) total = S::add(total, load_lanes<S, dtype>(item.bias, at, item.outputs));
   store_lanes<S, dtype>(item.out + row * item.out_stride, at, item.outputs, total);
-}
-
-// Adds to `sums` the products of `digits` digits of R rows of x with the codes of N tiles, in one block.
-template <class S, int bits, int R, int N, int digits>
-[[gnu::always_inline]] inline void add_dots(const std::byte* block, std::int64_t tile_bytes, const RowBlock* const (&x)[R],
-                                            const int (&place)[R], typename S::I (&sums)[R * N][kRowBytes]) {
-  constexpr int kFields = 8 / bits;
-  unrolled<8 / kFields>([&](auto quad) __attribute__((always_inline)) {
-    typename S::I packed[N];
-    unrolled<N>([&](auto n) __attribute__((always_inline)) {
-      packed[n] = S::load_int(block + n * tile_bytes + 64 * quad);
-    });
-    unrolled<kFields>([&](auto f) __attribute__((always_inline)) {
-      typename S::I codes[N];
-      unrolled<N>([&](auto n) __attribute__((always_inline)) {
-        codes[n] = bits == 8 ? packed[n] : S::template plane<bits, f>(packed[n]);
-      });
-      unrolled<R>([&](auto r) __attribute__((always_inline)) {
-        unrolled<digits>([&](auto digit) __attribute__((always_inline)) {
-          const auto four = S::broadcast_quad(x[r]->codes[digit][place[r]] + 16 * f + 4 * quad);
-          unrolled<N>([&](auto n) __attribute__((always_inline)) {
-            sums[r * N + n][digit] = S::template dot<bits>(sums[r * N + n][digit], codes[n], four);
-          });
-        });
-      });
-    });
-  });
-}
-
-// R rows of x, from row `row` on, times N tiles of w.
-template <class S, Dtype dtype, int bits, int R, int N>
-void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
-  constexpr int kCodes = kBlockColumns * kLanes * bits / 8;
-  typename S::F totals[R * N];
-  const RowBlock* x[R];
-  int place[R];
-  unrolled<R>([&](auto r) __attribute__((always_inline)) {
-    x[r] = item.x.group_of(row + r);
-    place[r] = int((row + r) % kLanes);
-  });
-  unrolled<R * N>([&](auto i) __attribute__((always_inline)) { totals[i] = S::zero(); });
-  const std::byte* block = item.w + tile * item.tile_bytes;
-  for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(bits)) {
-    typename S::I sums[R * N][kRowBytes];
-    bool fine = bits == 8;
-    unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
-      unrolled<kRowBytes>([&](auto digit) __attribute__((always_inline)) {
-        sums[i][digit] = bits == 8 ? S::splat_int(x[i / N]->starts[digit][place[i / N]]) : S::zero_int();
-      });
-    });
-    unrolled<R>([&](auto r) __attribute__((always_inline)) { fine |= x[r]->fine[place[r]] != 0; });
-    if (fine) add_dots<S, bits, R, N, kRowBytes>(block, item.tile_bytes, x, place, sums);
-    else add_dots<S, bits, R, N, 1>(block, item.tile_bytes, x, place, sums);
-    unrolled<N>([&](auto n) __attribute__((always_inline)) {
-      const BlockScales<S, bits> scales(block + n * item.tile_bytes + kCodes);
-      unrolled<R>([&](auto r) __attribute__((always_inline)) {
-        constexpr int at = r * N + n;
-        totals[at] = scales.add(totals[at], sums[at][0], sums[at][1], *x[r], place[r]);
-      });
-    });
-    unrolled<R>([&](auto r) __attribute__((always_inline)) { ++x[r]; });
-  }
-  unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
-    write_block<S, dtype>(item, row + i / N, tile + i % N, totals[i]);
-  });
-}
-
-// Some rows of x times N tiles of w.
-template <class S, Dtype dtype, int bits, int R, int N>
-std::int64_t block_rows(const BlockItem& item, std::int64_t row, std::int64_t tile) {
-  for (; row + R <= item.last_row; row += R) block_tile<S, dtype, bits, R, N>(item, row, tile);
-  return row;
-}
-
-template <class S, Dtype dtype, int bits>
-void block_product(const BlockItem& item) {
-  constexpr int R = S::kBlockRows, N = S::kBlockTiles, kAlone = S::kBlockTilesOfOneRow;
-  std::int64_t tile = item.first_tile;
-  const std::int64_t single = item.first_row + (item.last_row - item.first_row) / R * R;
-  for (; tile + N <= item.last_tile; tile += N) block_rows<S, dtype, bits, R, N>(item, item.first_row, tile);
-  for (; tile < item.last_tile; ++tile) block_rows<S, dtype, bits, R, 1>(item, item.first_row, tile);
-  for (tile = item.first_tile; tile + kAlone <= item.last_tile; tile += kAlone)
-    block_rows<S, dtype, bits, 1, kAlone>(item, single, tile);
-  for (; tile < item.last_tile; ++tile) block_rows<S, dtype, bits, 1, 1>(item, single, tile);
-}
-
-template <class S, Dtype dtype>
-void block_product_of(const BlockItem& item, std::byte*) {
-  item.bits == 8 ? block_product<S, dtype, 8>(item) : block_product<S, dtype, 4>(item);
 }
 
 // Row `row` of a weight, as numbers.

@@ -39,7 +39,7 @@ struct BlockWords {
   }
 
   static void fetch(const RowBlock* x, int place) {
-    for (int r = 0; r < kTileGroup; ++r) __builtin_prefetch(x->words[place + r]);
+    for (int r = 0; r < S::kBlockRows; ++r) __builtin_prefetch(x->words[place + r]);
     __builtin_prefetch(x->scales + place);
     __builtin_prefetch(bits == 8 ? static_cast<const void*>(x->starts[0] + place) : x->sums + place);
   }
@@ -65,7 +65,7 @@ struct BlockWords {
         });
       });
     });
-    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { take(i, sums[i]); });
+    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { take(i, S::to_float(sums[i])); });
   }
 
  private:

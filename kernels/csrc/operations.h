@@ -2,7 +2,7 @@
 #pragma once
 
 #include "block_digits.h"
-#include "block_product.h"
+#include "block_dots.h"
 #include "block_words.h"
 #include "choose.h"
 #include "float_pages.h"
@@ -38,7 +38,7 @@ constexpr RowOperations row_operations_of() {
   }();
   constexpr auto multiply = [] {
     if constexpr (words) return multiply_tiles<S, dtype>;
-    else return block_product_of<S, dtype>;
+    else return multiply_dots<S, dtype>;
   }();
   return {round_row<S, dtype>,      rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>,
           largest_in_row<S, dtype>, spread_row<S, dtype>, weigh<S>,           product_block<S, dtype>,

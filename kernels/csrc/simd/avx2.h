@@ -23,7 +23,10 @@ struct Avx2 {
   static constexpr int kTurnVectors = 1;  // times vectors of outputs
   static constexpr int kTurnVectorsOfOneRow = 4;
   static constexpr int kProductCache = 1 << 14;  // bytes of x that stay in the first-level cache during a product
-  static constexpr bool kMultipliesWords = true;  // products with codes of a weight: block_tiles.h
+  static constexpr bool kMultipliesWords = true;  // products with codes of a weight: block_words.h, block_digits.h
+  static constexpr int kBlockRows = 4;            // accumulators of such a product: up to 4 rows of x
+  template <int rows>
+  static constexpr int kBlockTiles = rows == 1 ? 2 : 1;  // times tiles of 16 rows of a weight
   struct F {
     __m256 a, b;
   };

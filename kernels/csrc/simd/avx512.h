@@ -24,9 +24,9 @@ struct Avx512 {
   static constexpr int kTurnVectorsOfOneRow = 4;
   static constexpr int kProductCache = 1 << 30;  // the tile reads x rarely enough to leave it in the second-level cache
   static constexpr bool kMultipliesWords = false;
-  static constexpr int kBlockRows = 4;   // accumulators of a product with codes of a weight: rows of x
-  static constexpr int kBlockTiles = 2;  // times tiles of 16 rows of a weight
-  static constexpr int kBlockTilesOfOneRow = 6;
+  static constexpr int kBlockRows = 4;  // accumulators of a product with codes of a weight: up to 4 rows of x
+  template <int rows>
+  static constexpr int kBlockTiles = rows == 1 ? 6 : rows == 2 ? 3 : 2;  // times tiles of 16 rows of a weight
   using F = __m512;
   using I = __m512i;
   using W = __m512i;

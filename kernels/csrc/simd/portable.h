@@ -26,9 +26,9 @@ struct Portable {
   static constexpr int kTurnVectorsOfOneRow = 2;
   static constexpr int kProductCache = 1 << 14;
   static constexpr bool kMultipliesWords = false;
-  static constexpr int kBlockRows = 1;   // accumulators of a product with codes of a weight: rows of x
+  static constexpr int kBlockRows = 1;  // accumulators of a product with codes of a weight: rows of x
+  template <int rows>
   static constexpr int kBlockTiles = 1;  // times tiles of 16 rows of a weight
-  static constexpr int kBlockTilesOfOneRow = 1;
   using F = float __attribute__((vector_size(64)));
   using I = std::uint32_t __attribute__((vector_size(64)));
   using W = std::uint64_t __attribute__((vector_size(64)));
