@@ -212,10 +212,7 @@ class RowKernels(ChoiceKernels, Protocol):
         ...
 
     def rotate_rows(self, q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate Q [T, Hq, D], K and V [T, Hkv, D] into float32, contiguous. K and V are rounded to FP16 first.
-
-        Inputs lie as the model gives them: the heads of a row are contiguous, rows may lie apart.
-        """
+        """Rotate Q [T, Hq, D], K and V [T, Hkv, D], these as FP16, into float32, contiguous; rows may lie apart."""
         ...
 
     def gate(self, x: Tensor) -> Tensor:
