@@ -4,6 +4,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -25,6 +26,7 @@ constexpr std::chrono::nanoseconds kAwake{60'000};
 // as an event loop's, costs a few wake-ups, and one that never stops makes the pool sleep nearly always.
 constexpr std::chrono::nanoseconds kShared{15'000};
 constexpr std::chrono::nanoseconds kWakeUp{10'000};
+constexpr std::int64_t kMostAsleep = 1024;  // calls, even if the machine stood still for hours
 constexpr int kPauses = 16;  // from one yield to the next
 
 void pause() {
@@ -87,7 +89,8 @@ class ThreadPool {
       const auto before = Clock::now();
       sched_yield();
       now = Clock::now();
-      if (now - before > kShared) return calls_asleep_.store(int((now - before) / kWakeUp), std::memory_order_relaxed);
+      if (now - before <= kShared) continue;
+      return calls_asleep_.store(int(std::min((now - before) / kWakeUp, kMostAsleep)), std::memory_order_relaxed);
     }
   }
 
