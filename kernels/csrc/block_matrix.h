@@ -1,8 +1,8 @@
 // Products with weights that rest as codes, on a unit that multiplies whole tiles (AMX-INT8). Results have the same
-// bits as those of block_product.h.
+// bits as those of block_tiles.h.
 //
 // A tile of a weight is unpacked once for many rows of x. The unit forms the integer sums of a block for 16 rows at
-// once. They pass through memory, and vectors add blocks as those of block_product.h do.
+// once. They pass through memory, and vectors add blocks as those of block_tiles.h do.
 #pragma once
 
 #include "block_dots.h"

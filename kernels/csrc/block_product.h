@@ -1,4 +1,6 @@
-// Products with weights that rest as codes (block_weight.py): blocks of 32 columns, 16 rows of a weight side by side.
+// What products with weights that rest as codes (block_weight.py) have in common: rows of x and scales of a weight. A
+// weight has blocks of 32 columns, and 16 rows side by side. block_tiles.h multiplies with vectors, block_matrix.h with a
+// unit for matrices.
 //
 // Values of x are rounded to one or two bytes, with a scale for each block. Sums within a block are integers. Blocks
 // are added in one order, each with one rounding. So every instruction set gives the same bits, and a row does not

@@ -44,7 +44,7 @@ void gate(const RowOperations& operations, int threads, const Strips& x, int n, 
 // x [count, k] times w [outputs, k], contiguous, plus bias [outputs] unless it is null, to out [count, outputs].
 void product(const RowOperations& operations, int threads, const Strips& x, int k, const std::byte* w,
              const std::byte* bias, std::int64_t outputs, const Strips& out);
-// A weight [outputs, 32 blocks] as codes (block_product.h).
+// A weight [outputs, 32 blocks] as codes (block_tiles.h).
 struct BlockWeight {
   const std::byte* data;
   int bits;

@@ -21,9 +21,9 @@ constexpr int kSpins = 4096;  // some tens of microseconds: less than it takes t
 
 // How long a thread of the pool stays awake after its work: longer than a decode step takes from one call to the next.
 constexpr std::chrono::nanoseconds kAwake{60'000};
-// A yield that takes longer than kShared has let another thread run. The pool's threads then sleep at once in the next
-// waits: in one for each kWakeUp of that yield, which is what a wait awake saves. So a thread that runs now and then, such
-// as an event loop's, costs a few wake-ups, and one that never stops makes the pool sleep nearly always.
+// A yield that takes longer than kShared has let another thread run. The pool's threads then sleep at once in some later
+// waits, one for each kWakeUp that the yield took: about what a wait awake saves. A thread that runs now and then, such as
+// an event loop's, costs a few wake-ups. Beside a thread that never stops, the pool's threads sleep nearly always.
 constexpr std::chrono::nanoseconds kShared{15'000};
 constexpr std::chrono::nanoseconds kWakeUp{10'000};
 constexpr std::int64_t kMostAsleep = 1024;  // calls, even if the machine stood still for hours

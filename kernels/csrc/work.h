@@ -231,7 +231,7 @@ struct BlockItem {
 inline constexpr int kChoiceBlock = 32;  // logits that share a largest one and a word of the mask
 inline constexpr int kWeightBits = 42;   // the weight of the most probable id is 2 to this power
 
-// Operations on rows of one dtype; rowwise.h, product.h, block_product.h and choose.h.
+// Operations on rows of one dtype; rowwise.h, product.h, block_tiles.h and choose.h.
 struct RowOperations {
   bool (*round)(const std::byte* row, int n, std::uint16_t* out);
   void (*rotate)(std::byte* row, int heads, int head_dim, const float* turn);
