@@ -212,7 +212,8 @@ class RowKernels(ChoiceKernels, Protocol):
         ...
 
     def rotate_rows(self, q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate Q [T, Hq, D], K and V [T, Hkv, D], these as FP16, into float32, contiguous; rows may lie apart."""
+        """Rotate Q [T, Hq, D], K and V [T, Hkv, D], these as FP16, into float32, contiguous. Rows may lie apart,
+        the heads of a row may not."""
         ...
 
     def gate(self, x: Tensor) -> Tensor:
