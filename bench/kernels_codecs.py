@@ -13,6 +13,7 @@ from typing import Final, cast
 import torch
 from hack_kernels.base import PageFormat, PageKernels, Pool, Rows, Spans
 from hack_kernels.cpu import CpuBackend
+from hack_kernels.delta_format import DeltaFormat, DeltaSide
 from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import HackFormat, HackKernels
@@ -21,6 +22,7 @@ from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels, on_gr
 from hack_kernels.nuq_format import NuqFormat, NuqKernels, NuqTables, normal_poles
 from hack_kernels.pools import new_pool
 from hack_kernels.read_format import ReadFormat
+from hack_kernels.reference.deltas import DeltaReference
 from hack_kernels.reference.floats import FloatReference
 from hack_kernels.reference.groups import GroupReference
 from hack_kernels.reference.hack import HackReference
@@ -53,13 +55,14 @@ FUSED: Final[dict[str, ReadFormat]] = {
     "kvcomp-channel": HuffmanFormat(D, HuffmanSide(Unit.CHANNEL, 0.25, 2.375), BY_TOKEN, PI),
     "cachegen": GroupFormat(D, Grouping(4, D, centre=7), Grouping(4, D, centre=7), PI),
     "cachegen-eq86": GroupFormat(D, Grouping(4, D, centre=3), Grouping(4, D, centre=3), PI),
+    "cachegen-delta": DeltaFormat(D, DeltaSide(4, 7), DeltaSide(4, 7), PI),
 }
-"""Formats of rivals whose values are read one by one. `cachegen` has the format of most layers, 16 bins."""
+"""Formats of rivals whose values are read one by one. Those of `cachegen` and `cachegen-delta` are of most layers."""
 
 
 def unfused(fmt: ReadFormat) -> ReadFormat:
     """The format with pages that become FP16 rows before attention."""
-    assert isinstance(fmt, FloatFormat | GroupFormat | NuqFormat | HuffmanFormat)
+    assert isinstance(fmt, FloatFormat | GroupFormat | NuqFormat | HuffmanFormat | DeltaFormat)
     return replace(fmt, fused=False)
 
 
@@ -110,6 +113,8 @@ def read_definition(fmt: ReadFormat, device: torch.device) -> PageKernels:
         return NuqReference(fmt, device)
     if isinstance(fmt, HuffmanFormat):
         return HuffmanReference(fmt, device)
+    if isinstance(fmt, DeltaFormat):
+        return DeltaReference(fmt, device)
     return GroupReference(cast(GroupFormat, fmt), device)
 
 

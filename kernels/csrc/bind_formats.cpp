@@ -7,6 +7,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "delta_format.h"
 #include "float_format.h"
 #include "group_format.h"
 #include "hack_format.h"
@@ -137,6 +138,22 @@ HuffmanFormat make_huffman_format(int head_dim, int page_tokens, const HuffmanWo
   return HuffmanFormat(head_dim, page_tokens, make_huffman_side(k), make_huffman_side(v));
 }
 
+// (bits, centre), as DeltaSide has them.
+using DeltaWords = std::tuple<int, int>;
+
+DeltaSide make_delta_side(const DeltaWords& words) {
+  const auto [bits, centre] = words;
+  if (!DeltaWidths::has(bits)) refuse("deltas have a width that no kernel takes");
+  if (centre < 1 || 2 * centre >= 1 << bits) refuse("codes around the centre do not fit their bits");
+  return {bits, centre};
+}
+
+DeltaFormat make_delta_format(int head_dim, int page_tokens, int group, const DeltaWords& k, const DeltaWords& v) {
+  check_read_shape(head_dim, page_tokens);
+  if (group < 2 || group > page_tokens) refuse("a group has at least 2 rows, and at most those of a page");
+  return DeltaFormat(head_dim, page_tokens, make_delta_side(k), make_delta_side(v), group);
+}
+
 }  // namespace
 
 void bind_formats(nb::module_& m) {
@@ -149,6 +166,7 @@ void bind_formats(nb::module_& m) {
   nb::class_<GroupFormat, PageFormat>(m, "GroupFormat");
   nb::class_<NuqFormat, PageFormat>(m, "NuqFormat");
   nb::class_<HuffmanFormat, PageFormat>(m, "HuffmanFormat");
+  nb::class_<DeltaFormat, PageFormat>(m, "DeltaFormat");
   m.def("float_format", make_float_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "exponent_bits"_a,
         "mantissa_bits"_a, "largest"_a, "scaling"_a, "block"_a);
   m.def("group_format", make_group_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k"_a, "v"_a);
@@ -157,6 +175,7 @@ void bind_formats(nb::module_& m) {
         nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>(), nb::keep_alive<0, 9>());
   m.def("huffman_format", make_huffman_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k"_a, "v"_a,
         nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>());
+  m.def("delta_format", make_delta_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "group"_a, "k"_a, "v"_a);
   m.def("level_format", make_level_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "narrow_scales"_a, "sink"_a, "recent"_a, "gains"_a.none(), "weights"_a.none(), nb::keep_alive<0, 8>(),
         nb::keep_alive<0, 9>());

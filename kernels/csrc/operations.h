@@ -5,6 +5,7 @@
 #include "block_dots.h"
 #include "block_words.h"
 #include "choose.h"
+#include "delta_pages.h"
 #include "float_pages.h"
 #include "group_pages.h"
 #include "hack_pages.h"
@@ -56,6 +57,7 @@ constexpr Operations operations_of() {
   all.pages[int(Kind::kGroups)] = group_operations<S>();
   all.pages[int(Kind::kNuq)] = nuq_operations<S>();
   all.pages[int(Kind::kHuffman)] = huffman_operations<S>();
+  all.pages[int(Kind::kDeltas)] = delta_operations<S>();
   all.rows[int(Dtype::kFloat)] = row_operations_of<S, Dtype::kFloat>();
   all.rows[int(Dtype::kHalf)] = row_operations_of<S, Dtype::kHalf>();
   all.rows[int(Dtype::kBfloat)] = row_operations_of<S, Dtype::kBfloat>();

@@ -14,8 +14,8 @@ inline constexpr float kLog2e = 1.44269504088896340736f;
 
 // A kind of page defines what its planes mean; only its own operations read them (`PageOperations` in work.h). A new
 // kind takes a value here, a format with its planes, a header with its operations, and a row in `operations_of`.
-enum class Kind : int { kHack, kRows, kLevels, kFloats, kGroups, kNuq, kHuffman };
-inline constexpr int kKinds = 7;
+enum class Kind : int { kHack, kRows, kLevels, kFloats, kGroups, kNuq, kHuffman, kDeltas };
+inline constexpr int kKinds = 8;
 
 enum class Element : int { kByte, kShort, kHalf, kFloat };
 constexpr std::size_t bytes_of(Element element) {

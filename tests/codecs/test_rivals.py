@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from hack_kernels import load
-from hack_kernels.base import DEFINITION
 from hack_kernels.delta_format import DeltaFormat
 from hack_kernels.group_format import GroupFormat
 from hack_kernels.reference.groups import GroupReference
@@ -120,14 +119,13 @@ def test_cachegen_errors_are_at_most_half_a_bin() -> None:
 
 
 def test_deltas_have_the_bins_of_the_level_and_planes_of_their_own() -> None:
-    """Anchors and deltas travel apart, each with its own table. The definition serves every backend."""
+    """Anchors and deltas travel apart, each with its own table."""
     codec = make("cachegen-delta", 24)
     formats = [fmt for fmt in codec.formats if isinstance(fmt, DeltaFormat)]
     bins = [(2 * fmt.k.centre + 2, 2 * fmt.v.centre + 2) for fmt in formats]
     assert bins == [(32, 32)] * 2 + [(32, 16)] * 8 + [(16, 16)] * 14
     names = [plane.name for plane in codec.wire_planes[-1]]
     assert names == ["k_anchor", "k_codes", "k_scale", "v_anchor", "v_codes", "v_scale"]
-    assert codec.served_by == DEFINITION
     assert make("cachegen", 24, delta=True).fingerprint()[1:] == codec.fingerprint()[1:]
 
 

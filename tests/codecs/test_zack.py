@@ -184,7 +184,7 @@ def test_the_pages_of_other_codecs_keep_the_open_page_rule(of: str, backend: str
     """Chunks, decode steps and all at once give the same bytes and outputs, over layers of different widths."""
     case = Case("zack", head_dim=128, backend=backend, settings={"of": of})
     assert case.codec.formats[LAYER].head_dim == 64
-    served = {"cachegen-fp16": [backend, DEFINITION], "cachegen-delta": [DEFINITION]}
+    served = {"cachegen-fp16": [backend, DEFINITION]}
     assert case.codec.served_by == ", ".join(dict.fromkeys(served.get(of, [backend])))
     tokens = 2 * case.page_tokens + 9
     assert_same(

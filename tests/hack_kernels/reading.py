@@ -9,12 +9,14 @@ from dataclasses import replace
 import torch
 from hack_kernels.base import Backend, PageKernels, Pool, Spans
 from hack_kernels.cpu.reading import NuqCpu
+from hack_kernels.delta_format import DeltaFormat, DeltaSide
 from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.huffman_format import HuffmanFormat, HuffmanSide, Unit
 from hack_kernels.nuq_format import NuqFormat, NuqTables
 from hack_kernels.pools import new_pool
 from hack_kernels.read_format import ReadFormat
+from hack_kernels.reference.deltas import DeltaReference
 from hack_kernels.reference.floats import FloatReference
 from hack_kernels.reference.groups import GroupReference
 from hack_kernels.reference.huffman import HuffmanReference
@@ -54,7 +56,14 @@ HUFFMANS = [
     HuffmanFormat(128, HuffmanSide(Unit.CHANNEL, 0.25, 2.375), _TOKEN, 64),
     HuffmanFormat(96, HuffmanSide(Unit.TOKEN, 0.02, 2.0), HuffmanSide(Unit.BLOCK, 0.5, 2.0), 128),
 ]
-FORMATS: list[ReadFormat] = [*FLOATS, *GROUPS, *NUQS, *HUFFMANS]
+EARLY, LATE = DeltaSide(5, 15), DeltaSide(4, 7)
+DELTAS = [
+    DeltaFormat(64, EARLY, LATE, 32),
+    DeltaFormat(96, LATE, EARLY, 64),
+    DeltaFormat(32, DeltaSide(4, 3), LATE, 64, group=2),
+    DeltaFormat(64, EARLY, EARLY, 128, group=128),
+]
+FORMATS: list[ReadFormat] = [*FLOATS, *GROUPS, *NUQS, *HUFFMANS, *DELTAS]
 
 
 def nuq_tables(fmt: NuqFormat, heads: int) -> NuqTables:
@@ -82,6 +91,8 @@ def definition(fmt: ReadFormat) -> ReadingReference:
         return GroupReference(fmt, CPU)
     if isinstance(fmt, HuffmanFormat):
         return HuffmanReference(fmt, CPU)
+    if isinstance(fmt, DeltaFormat):
+        return DeltaReference(fmt, CPU)
     assert isinstance(fmt, NuqFormat)
     kernels = NuqReference(fmt, CPU)
     calibrated(kernels, fmt)
@@ -96,7 +107,7 @@ def kernels_of(backend: Backend, fmt: ReadFormat) -> PageKernels:
 
 def unfused(fmt: ReadFormat) -> ReadFormat:
     """The same format without fused reading: pages become FP16 rows first."""
-    assert isinstance(fmt, FloatFormat | GroupFormat | NuqFormat | HuffmanFormat)
+    assert isinstance(fmt, FloatFormat | GroupFormat | NuqFormat | HuffmanFormat | DeltaFormat)
     return replace(fmt, fused=False)
 
 

@@ -25,9 +25,10 @@ from hack_kernels.compiler import Compiler
 from hack_kernels.cpu import extension
 from hack_kernels.cpu.hack import HackCpu
 from hack_kernels.cpu.levels import LevelCpu
-from hack_kernels.cpu.reading import for_floats, for_groups, for_huffman, for_levels
+from hack_kernels.cpu.reading import for_deltas, for_floats, for_groups, for_huffman, for_levels
 from hack_kernels.cpu.rows import RowCpu
 from hack_kernels.cpu.rowwise import RowwiseCpu
+from hack_kernels.delta_format import DeltaFormat
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.group_format import GroupFormat
 from hack_kernels.hack_format import HackFormat
@@ -40,6 +41,7 @@ ISA_VARIABLE: Final = "HACKKV_CPU_ISA"
 """Environment variable that forces an instruction set: avx512-amx, avx512-bf16, avx512-vnni, avx2 or portable."""
 
 FORMATS: Final[dict[type[PageFormat], Callable[[Any, Any], PageKernels | None]]] = {
+    DeltaFormat: for_deltas,
     FloatFormat: for_floats,
     GroupFormat: for_groups,
     HackFormat: HackCpu,

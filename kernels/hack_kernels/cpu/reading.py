@@ -1,5 +1,5 @@
 """Pages whose values are read one by one: small floating-point numbers, integer codes in groups, non-uniform levels,
-Huffman codes."""
+Huffman codes, deltas against anchor rows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hack_kernels.cpu.attention import attend
 from hack_kernels.cpu.extension import compiled
 from hack_kernels.cpu.memory import zeroed_planes
 from hack_kernels.cpu.rows import native_row_format
+from hack_kernels.delta_format import DeltaFormat
 from hack_kernels.float_format import FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.huffman_format import HuffmanFormat, Unit, books_of
@@ -119,6 +120,11 @@ def for_huffman(fmt: HuffmanFormat, native: Any) -> ReadCpu | None:
     return ReadCpu(fmt, native, native_huffman_format(fmt)) if _takes(fmt) else None
 
 
+def for_deltas(fmt: DeltaFormat, native: Any) -> ReadCpu | None:
+    """None for a shape that `csrc/rows.h` does not take."""
+    return ReadCpu(fmt, native, native_delta_format(fmt)) if _takes(fmt) else None
+
+
 def native_float_format(fmt: FloatFormat) -> Any:
     """`fmt` for C++."""
     return compiled().float_format(
@@ -172,6 +178,17 @@ def native_huffman_format(fmt: HuffmanFormat) -> Any:
         return UNITS[of.unit], fmt.room_bits(name), of.rungs, books.codes, books.lookup
 
     return compiled().huffman_format(head_dim=fmt.head_dim, page_tokens=fmt.page_tokens, k=side("k"), v=side("v"))
+
+
+def native_delta_format(fmt: DeltaFormat) -> Any:
+    """`fmt` for C++."""
+    return compiled().delta_format(
+        head_dim=fmt.head_dim,
+        page_tokens=fmt.page_tokens,
+        group=fmt.group,
+        k=(fmt.k.bits, fmt.k.centre),
+        v=(fmt.v.bits, fmt.v.centre),
+    )
 
 
 def _grouped(side: Grouping) -> tuple[int, bool, int, int]:
