@@ -101,6 +101,7 @@ def test_bytes_per_token(head_dim: int, page_tokens: int, wire: int, with_sums: 
     assert paper.formats[0].page_bytes == with_sums * page_tokens
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("backend", sorted(AUTO))
 @pytest.mark.parametrize("name", sorted(CODECS))
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

@@ -81,6 +81,7 @@ def unturned(case: Case, sealed: dict[str, Tensor], exact_rows: tuple[Tensor, Te
     return torch.einsum("nhi,hij->nhj", k, torch.linalg.inv(basis)) + mean, v
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("backend", AUTO)
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 2), (80, 2), (96, 3), (128, 1)])

@@ -29,6 +29,7 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("pages", [1, 2, 3])
 @pytest.mark.parametrize("rest", [0, 1, PI - 1])
 @pytest.mark.parametrize("codec", sorted(CODECS))

@@ -102,6 +102,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("group", [1, 3, 4, 14])
 @pytest.mark.parametrize(("page_tokens", "head_dim"), SHAPES)

@@ -33,6 +33,7 @@ ATTENTION_FORMATS = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("fmt", ATTENTION_FORMATS, ids=str)
 @pytest.mark.parametrize("group", [1, 7])
 def test_attention_agrees_with_the_reference(backend: cpu.CpuBackend, fmt: HackFormat, group: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import hashlib
