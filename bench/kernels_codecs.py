@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from hack_kernels.base import PageFormat, PageKernels, Pool, Rows, Spans
@@ -57,7 +57,7 @@ FUSED: Final[dict[str, ReadFormat]] = {
     "cachegen-eq86": GroupFormat(D, Grouping(4, D, centre=3), Grouping(4, D, centre=3), PI),
     "cachegen-delta": DeltaFormat(D, DeltaSide(4, 7), DeltaSide(4, 7), PI),
 }
-"""Formats of rivals whose values are read one by one. Those of `cachegen` and `cachegen-delta` are of most layers."""
+"""Formats of rivals whose values are read one by one. `cachegen` and `cachegen-delta` have that of most layers."""
 
 
 def unfused(fmt: ReadFormat) -> ReadFormat:
@@ -73,6 +73,13 @@ READ: Final[dict[str, ReadFormat]] = {
 }
 """The formats of `FUSED`, and some of them unfused, as HACK's paper timed its rivals."""
 CPU = torch.device("cpu")
+DEFINITIONS: Final[dict[type[ReadFormat], Callable[[Any, torch.device], PageKernels]]] = {
+    DeltaFormat: DeltaReference,
+    FloatFormat: FloatReference,
+    GroupFormat: GroupReference,
+    HuffmanFormat: HuffmanReference,
+    NuqFormat: NuqReference,
+}
 
 
 def codecs(backend: CpuBackend, feedback: Feedback | None = None) -> dict[str, tuple[PageFormat, PageKernels]]:
@@ -107,15 +114,7 @@ def some_tables(fmt: NuqFormat) -> NuqTables:
 
 def read_definition(fmt: ReadFormat, device: torch.device) -> PageKernels:
     """The reference kernels of a rival's format, in torch."""
-    if isinstance(fmt, FloatFormat):
-        return FloatReference(fmt, device)
-    if isinstance(fmt, NuqFormat):
-        return NuqReference(fmt, device)
-    if isinstance(fmt, HuffmanFormat):
-        return HuffmanReference(fmt, device)
-    if isinstance(fmt, DeltaFormat):
-        return DeltaReference(fmt, device)
-    return GroupReference(cast(GroupFormat, fmt), device)
+    return DEFINITIONS[type(fmt)](fmt, device)
 
 
 def codec_rows(

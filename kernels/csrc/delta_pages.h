@@ -44,6 +44,13 @@ template <class S>
   return S::mul(small_quotient<S>(S::sub(codes, S::splat(centre)), centre), S::splat(largest));
 }
 
+// use(group, its first row, the row after its last): the first row is the anchor.
+template <class Use>
+[[gnu::always_inline]] inline void each_group(const DeltaFormat& fmt, Use use) {
+  for (int group = 0, first = 0; first < fmt.page_tokens; ++group, first += fmt.group)
+    use(group, first, std::min(first + fmt.group, fmt.page_tokens));
+}
+
 template <class S>
 class DeltaPages {
  public:
@@ -73,30 +80,26 @@ class DeltaPages {
     DeltaRow* rows;  // [Π]
   };
 
-  // The places of rows are those of every page.
+  // Rows have the same places in every page.
   Opened take(Arena<S>& arena) {
     const Opened opened{arena.template take<float>(std::size_t(fmt_.anchors() * fmt_.head_dim)),
                         arena.template take<DeltaRow>(std::size_t(fmt_.page_tokens))};
-    for (int t = 0; t < fmt_.page_tokens; ++t) {
-      const int group = t / fmt_.group, before = t - group - 1;
-      opened.rows[t] = {opened.anchors + group * fmt_.head_dim, 0.0f, t % fmt_.group == 0 ? 0 : before};
-    }
+    each_group(fmt_, [&](int group, int first, int end) {
+      const float* anchor = opened.anchors + group * fmt_.head_dim;
+      opened.rows[first] = {anchor, 0.0f, 0};
+      for (int t = first + 1; t < end; ++t) opened.rows[t] = {anchor, 0.0f, t - group - 1};
+    });
     return opened;
   }
 
   void open_side(const ConstDeltas& side, const Opened& to) const {
     const int d = fmt_.head_dim;
-    for (int t = 0; t < fmt_.page_tokens; ++t) {
-      const float scale = half_to_float(side.scale[t]);
-      if (t % fmt_.group != 0) {
-        to.rows[t].reach = scale * 2.0f;
-        continue;
-      }
-      const int at = t / fmt_.group * d;
-      for (int c = 0; c < d; c += kLanes)
-        S::store(to.anchors + at + c,
-                 read_anchor<S>(S::bytes_to_float(S::load_bytes(side.anchors + at + c)), scale));
-    }
+    each_group(fmt_, [&](int group, int first, int end) {
+      const float largest = half_to_float(side.scale[first]);
+      for (int c = group * d; c < (group + 1) * d; c += kLanes)
+        S::store(to.anchors + c, read_anchor<S>(S::bytes_to_float(S::load_bytes(side.anchors + c)), largest));
+      for (int t = first + 1; t < end; ++t) to.rows[t].reach = half_to_float(side.scale[t]) * 2.0f;
+    });
   }
 
   template <class Use>
@@ -117,22 +120,6 @@ class DeltaPages {
   DeltaSides<ConstDeltas> page_{}, next_{};
 };
 
-template <class S>
-float largest_magnitude(const float* x, int d) {
-  auto most = S::zero();
-  for (int c = 0; c < d; c += kLanes) most = S::max(S::max(S::load(x + c), S::sub(S::zero(), S::load(x + c))), most);
-  return S::reduce_max(most);
-}
-
-// Codes of a row [D] around `centre`, which `reach` bounds: to nearest, ties to even.
-template <class S>
-void store_around(const float* x, int d, int centre, float reach, std::uint8_t* codes) {
-  for (int c = 0; c < d; c += kLanes) {
-    const auto steps = S::div(S::mul(S::load(x + c), S::splat(float(centre))), S::splat(reach));
-    S::store_low_bytes(codes + c, S::add_int(S::nearest(steps), S::splat_int(centre)));
-  }
-}
-
 // Quantizes K or V of a page; reference/deltas.py has the definition.
 template <class S>
 void quantize_deltas(const DeltaFormat& fmt, const DeltaSide& of, const std::uint16_t* rows, const Deltas& to,
@@ -141,25 +128,24 @@ void quantize_deltas(const DeltaFormat& fmt, const DeltaSide& of, const std::uin
   auto* codes = arena.template take<std::uint8_t>(std::size_t(whole * d));
   std::fill(codes + fmt.others() * d, codes + whole * d, std::uint8_t(0));
   alignas(64) float x[kMaxHeadDim], anchor[kMaxHeadDim];
-  std::uint8_t *of_row = codes, *of_anchor = to.anchors;
-  for (int t = 0; t < fmt.page_tokens; ++t) {
-    const std::uint16_t* row = rows + std::size_t(t) * d;
-    if (t % fmt.group == 0) {
-      for (int c = 0; c < d; c += kLanes) S::store(x + c, S::load_half(row + c));
-      const float most = largest_magnitude<S>(x, d), largest = most == 0.0f ? 1.0f : most;
-      to.scale[t] = float_to_half(largest);
-      store_around<S>(x, d, kAnchorCentre, largest, of_anchor);
-      for (int c = 0; c < d; c += kLanes)
-        S::store(anchor + c, read_anchor<S>(S::bytes_to_float(S::load_bytes(of_anchor + c)), largest));
-      of_anchor += d;
-    } else {
+  std::uint8_t* of_row = codes;
+  each_group(fmt, [&](int group, int first, int end) {
+    const std::uint16_t* row = rows + std::size_t(first) * d;
+    std::uint8_t* of_anchor = to.anchors + std::size_t(group) * d;
+    for (int c = 0; c < d; c += kLanes) S::store(x + c, S::load_half(row + c));
+    const float most = largest_magnitude<S>(x, d), largest = most == 0.0f ? 1.0f : most;
+    to.scale[first] = float_to_half(largest);
+    store_around<S>(x, d, kAnchorCentre, largest, of_anchor);
+    for (int c = 0; c < d; c += kLanes)
+      S::store(anchor + c, read_anchor<S>(S::bytes_to_float(S::load_bytes(of_anchor + c)), largest));
+    for (int t = first + 1; t < end; ++t, of_row += d) {
+      row += d;
       for (int c = 0; c < d; c += kLanes) S::store(x + c, S::sub(S::load_half(row + c), S::load(anchor + c)));
       const std::uint16_t half = float_to_half_up(largest_magnitude<S>(x, d) * 0.5f);
-      to.scale[t] = half == 0 ? std::uint16_t(0x3C00) : half;
+      to.scale[t] = half == 0 ? float_to_half(1.0f) : half;
       store_around<S>(x, d, of.centre, half_to_float(to.scale[t]) * 2.0f, of_row);
-      of_row += d;
     }
-  }
+  });
   pack_rows<S>(codes, fmt.others(), d, of.bits, to.codes, to.high);
 }
 
@@ -181,13 +167,7 @@ constexpr std::size_t delta_scratch_bytes(const PageFormat& format, int rows) {
 
 template <class S>
 constexpr PageOperations delta_operations() {
-  PageOperations operations;
-  operations.seal = seal_deltas<S>;
-  operations.attend = attend_by_reading<S, DeltaPages<S>>;
-  operations.read = read_by_reading<S, DeltaPages<S>>;
-  operations.scratch_bytes = delta_scratch_bytes<S>;
-  operations.alone_work = 24;
-  return operations;
+  return reading_operations<S, DeltaPages<S>>(seal_deltas<S>, delta_scratch_bytes<S>);
 }
 
 }  // namespace hack

@@ -199,13 +199,7 @@ constexpr std::size_t float_scratch_bytes(const PageFormat& format, int rows) {
 
 template <class S>
 constexpr PageOperations float_operations() {
-  PageOperations operations;
-  operations.seal = seal_floats<S>;
-  operations.attend = attend_by_reading<S, FloatPages<S>>;
-  operations.read = read_by_reading<S, FloatPages<S>>;
-  operations.scratch_bytes = float_scratch_bytes<S>;
-  operations.alone_work = 24;
-  return operations;
+  return reading_operations<S, FloatPages<S>>(seal_floats<S>, float_scratch_bytes<S>);
 }
 
 }  // namespace hack

@@ -185,20 +185,12 @@ template <class S>
 void quantize_centred(const GroupFormat& fmt, const Grouped& of, const std::uint16_t* rows, const Groups& to,
                       std::uint8_t* codes) {
   const int d = fmt.head_dim;
-  const auto centre = S::splat(float(of.centre));
+  alignas(64) float x[kMaxHeadDim];
   for (int t = 0; t < fmt.page_tokens; ++t) {
-    const std::uint16_t* row = rows + std::size_t(t) * d;
-    auto most = S::zero();
-    for (int c = 0; c < d; c += kLanes) {
-      const auto x = S::load_half(row + c);
-      most = S::max(S::max(x, S::sub(S::zero(), x)), most);
-    }
-    const float largest = S::reduce_max(most) == 0.0f ? 1.0f : S::reduce_max(most);
+    for (int c = 0; c < d; c += kLanes) S::store(x + c, S::load_half(rows + std::size_t(t) * d + c));
+    const float most = largest_magnitude<S>(x, d), largest = most == 0.0f ? 1.0f : most;
     to.scale[t] = float_to_half(largest);
-    for (int c = 0; c < d; c += kLanes) {
-      const auto steps = S::div(S::mul(S::load_half(row + c), centre), S::splat(largest));
-      S::store_low_bytes(codes + std::size_t(t) * d + c, S::add_int(S::nearest(steps), S::splat_int(of.centre)));
-    }
+    store_around<S>(x, d, of.centre, largest, codes + std::size_t(t) * d);
   }
 }
 
@@ -235,13 +227,7 @@ constexpr std::size_t group_scratch_bytes(const PageFormat& format, int rows) {
 
 template <class S>
 constexpr PageOperations group_operations() {
-  PageOperations operations;
-  operations.seal = seal_groups<S>;
-  operations.attend = attend_by_reading<S, GroupPages<S>>;
-  operations.read = read_by_reading<S, GroupPages<S>>;
-  operations.scratch_bytes = group_scratch_bytes<S>;
-  operations.alone_work = 24;
-  return operations;
+  return reading_operations<S, GroupPages<S>>(seal_groups<S>, group_scratch_bytes<S>);
 }
 
 }  // namespace hack

@@ -316,13 +316,7 @@ constexpr std::size_t huffman_scratch_bytes(const PageFormat& format, int rows) 
 
 template <class S>
 constexpr PageOperations huffman_operations() {
-  PageOperations operations;
-  operations.seal = seal_huffman<S>;
-  operations.attend = attend_by_reading<S, HuffmanPages<S>>;
-  operations.read = read_by_reading<S, HuffmanPages<S>>;
-  operations.scratch_bytes = huffman_scratch_bytes<S>;
-  operations.alone_work = 8;
-  return operations;
+  return reading_operations<S, HuffmanPages<S>>(seal_huffman<S>, huffman_scratch_bytes<S>, 8);
 }
 
 }  // namespace hack

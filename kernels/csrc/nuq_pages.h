@@ -287,13 +287,7 @@ constexpr std::size_t nuq_scratch_bytes(const PageFormat& format, int rows) {
 
 template <class S>
 constexpr PageOperations nuq_operations() {
-  PageOperations operations;
-  operations.seal = seal_nuq<S>;
-  operations.attend = attend_by_reading<S, NuqPages<S>>;
-  operations.read = read_by_reading<S, NuqPages<S>>;
-  operations.scratch_bytes = nuq_scratch_bytes<S>;
-  operations.alone_work = 24;
-  return operations;
+  return reading_operations<S, NuqPages<S>>(seal_nuq<S>, nuq_scratch_bytes<S>);
 }
 
 }  // namespace hack

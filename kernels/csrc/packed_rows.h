@@ -54,6 +54,22 @@ struct PackedRows {
   }
 };
 
+template <class S>
+float largest_magnitude(const float* x, int d) {
+  auto most = S::zero();
+  for (int c = 0; c < d; c += kLanes) most = S::max(S::max(S::load(x + c), S::sub(S::zero(), S::load(x + c))), most);
+  return S::reduce_max(most);
+}
+
+// Codes of a row x [d] around `centre`, where no magnitude is above `reach`: to nearest, ties to even.
+template <class S>
+void store_around(const float* x, int d, int centre, float reach, std::uint8_t* codes) {
+  for (int c = 0; c < d; c += kLanes) {
+    const auto steps = S::div(S::mul(S::load(x + c), S::splat(float(centre))), S::splat(reach));
+    S::store_low_bytes(codes + c, S::add_int(S::nearest(steps), S::splat_int(centre)));
+  }
+}
+
 // Packs one field of codes [rows, d], a byte each: `width` bits from bit `from` on.
 template <class S>
 void pack_field(const std::uint8_t* codes, int rows, int d, int from, int width, std::uint8_t* packed) {

@@ -226,4 +226,18 @@ constexpr PageOperations rows_operations() {
   return operations;
 }
 
+// The operations of a kind whose pages `Pages` reads.
+template <class S, class Pages>
+constexpr PageOperations reading_operations(decltype(PageOperations::seal) seal,
+                                            decltype(PageOperations::scratch_bytes) scratch_bytes,
+                                            std::int64_t alone_work = 24) {
+  PageOperations operations;
+  operations.seal = seal;
+  operations.attend = attend_by_reading<S, Pages>;
+  operations.read = read_by_reading<S, Pages>;
+  operations.scratch_bytes = scratch_bytes;
+  operations.alone_work = alone_work;
+  return operations;
+}
+
 }  // namespace hack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
@@ -140,7 +141,7 @@ def _machine(cell: Cell) -> str:
     machine = cell.machine
     versions = f"Python {machine.python}, torch {machine.torch}"
     where = f"{machine.cpu}, {machine.cores} cores, {machine.system}, {versions}"
-    return f"Machine: {where}; kernels: {cell.key['kernels'].partition(', pages by')[0]}."
+    return f"Machine: {where}; kernels: {re.sub(', pages by [^)]*', '', cell.key['kernels'])}."
 
 
 def _summary(results: Results) -> Iterable[str]:

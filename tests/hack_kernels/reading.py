@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from hack_kernels.base import Backend, PageKernels, Pool, Spans
@@ -63,6 +64,13 @@ DELTAS = [
     DeltaFormat(32, DeltaSide(4, 3), LATE, 64, group=2),
     DeltaFormat(64, EARLY, EARLY, 128, group=128),
 ]
+DEFINITIONS: dict[type[ReadFormat], Callable[[Any, torch.device], ReadingReference]] = {
+    DeltaFormat: DeltaReference,
+    FloatFormat: FloatReference,
+    GroupFormat: GroupReference,
+    HuffmanFormat: HuffmanReference,
+    NuqFormat: NuqReference,
+}
 FORMATS: list[ReadFormat] = [*FLOATS, *GROUPS, *NUQS, *HUFFMANS, *DELTAS]
 
 
@@ -85,16 +93,7 @@ def calibrated(kernels: PageKernels, fmt: ReadFormat, heads: int = 2) -> PageKer
 
 def definition(fmt: ReadFormat) -> ReadingReference:
     """The definition of `fmt` in torch."""
-    if isinstance(fmt, FloatFormat):
-        return FloatReference(fmt, CPU)
-    if isinstance(fmt, GroupFormat):
-        return GroupReference(fmt, CPU)
-    if isinstance(fmt, HuffmanFormat):
-        return HuffmanReference(fmt, CPU)
-    if isinstance(fmt, DeltaFormat):
-        return DeltaReference(fmt, CPU)
-    assert isinstance(fmt, NuqFormat)
-    kernels = NuqReference(fmt, CPU)
+    kernels = DEFINITIONS[type(fmt)](fmt, CPU)
     calibrated(kernels, fmt)
     return kernels
 

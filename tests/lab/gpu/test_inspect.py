@@ -66,6 +66,7 @@ READ_ONE_BY_ONE = (
     *("decode e2m1 power D=128 Π=64 G=8", "decode e2m1 twofold D=128 Π=64 G=8", "decode e2m3 power D=128 Π=64 G=8"),
     *("decode groups K2V2 D=64 Π=64 G=3", "decode groups K2V2 D=128 Π=64 G=4", "decode groups K4V4 D=128 Π=64 G=4"),
     *("seal groups K2V2 D=64 Π=64", "seal groups K4V4 D=128 Π=64"),
+    "seal e2m3 power D=96 Π=64",  # has spilled
 )
 """Pages of FP8, FP6 and integer codes in groups, and wider heads, on sm_90."""
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
