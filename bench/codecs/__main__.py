@@ -4,6 +4,7 @@
     python -m bench.codecs kernels          measure the kernels first; contenders take turns
     sudo .venv/bin/python -m bench.codecs jct [--rows hack,fp8] [--links 1gbit] [--prompts 4k]
                                             measure job completion times first; continue an earlier run
+                                            of this processor with as many `--threads`
 
 Loss is that of `hackkv eval --model smollm2 --out docs/accuracy`. Times are recorded in codecs.json beside the page.
 `jct` needs root, for network namespaces and tc (Debian: iproute2, util-linux). It asks for a quiet machine.
@@ -21,10 +22,9 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 
-from bench.cluster import load_note
 from bench.codecs import plots, tables, verdict
 from bench.codecs.facts import Facts, gather
-from bench.codecs.jct import LINKS, PROMPTS, REQUESTS, Record, Wanted, by_key, measured
+from bench.codecs.jct import LINKS, PROMPTS, Record, Wanted, by_key, measured
 from bench.codecs.rows import ROWS
 from bench.jct import check_machine
 from bench.kernels import machine, own_backend, take_priority
@@ -52,9 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default="all", help="codecs of jct, separated by commas; default: all")
     parser.add_argument("--links", default=",".join(LINKS), help="of jct; default: %(default)s")
     parser.add_argument("--prompts", default=",".join(PROMPTS), help="of jct; default: %(default)s")
-    parser.add_argument("--requests", type=int, default=REQUESTS, help="of a cell of jct; default: %(default)s")
     parser.add_argument("--work", type=Path, default=Path("build/codecs-jct"), help="where cells of jct are kept")
-    parser.add_argument("--threads", type=int, default=1, help="of kernels; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="of kernels, and of each node of jct; default: %(default)s")
     parser.add_argument("--accuracy", type=Path, default=DOCS / "accuracy", help="the folder of `hackkv eval`")
     parser.add_argument("--out", type=Path, default=DOCS, help="folder of the page; default: docs")
     options = parser.parse_args(argv)
@@ -97,14 +96,22 @@ def measure_jct(options: argparse.Namespace, console: Console) -> None:
         if unknown := next((each for each in what if each not in known), None):
             raise ConfigError(f"{unknown!r} is unknown; known: {', '.join(known)}")
     check_machine(links)
-    where = f"{this_machine('cpu', 1).cpu}, {load_note()} before the run"
-    wanted = Wanted([ROWS[name] for name in names], links, prompts, options.requests)
+    about = {"machine": jct_machine(options.threads)}
+    wanted = Wanted([ROWS[name] for name in names], links, prompts, options.threads)
     for cells in measured(wanted, options.work):
         for name, cell in cells.items():
             console.print(f"{name:34} {cell['mean_e2el_ms'] / 1e3:8.2f} s", markup=False)
-        before = read_section(options.out, "jct", PAGE) or {"cells": {}}
-        record = {"machine": where, "cells": {**before["cells"], **cells}}
-        write_section(options.out, "jct", "", record, PAGE)
+        before = read_section(options.out, "jct", PAGE)
+        # Times of two machines do not belong in one table.
+        kept = before["cells"] if before and before["machine"] == about["machine"] else {}
+        write_section(options.out, "jct", "", {**about, "cells": {**kept, **cells}}, PAGE)
+
+
+def jct_machine(threads: int) -> str:
+    """The processor with its instruction set, and the threads of a node."""
+    here = this_machine("cpu", 1)
+    isa = own_backend(threads).isa
+    return f"{here.cpu}, {here.cores} cores, {isa}; {threads} compute {'thread' if threads == 1 else 'threads'} a node"
 
 
 MEASURE: Final[dict[str, Callable[[argparse.Namespace, Console], None]]] = {

@@ -18,7 +18,8 @@ from bench.links.link import FREE
 LINKS: Final = ("200mbit", "1gbit", FREE)
 PROMPTS: Final = {"1k": 1024, "4k": 4096, "8k": 8000}
 """Name -> tokens of the prompt. 64 more are generated, and the model's context ends at 8,192."""
-REQUESTS: Final = 3
+REQUESTS: Final = {"1k": 2, "4k": 1, "8k": 1}
+"""Name of a prompt -> requests of a cell. The cells of three links repeat what a long prompt computes."""
 KEPT: Final = ("mean_e2el_ms", "mean_ttft_ms", "std_e2el_ms", "completed", "failed", "link_bits_per_s", "load_average")
 """Fields of a result that a record keeps, beside stages and bytes."""
 
@@ -35,7 +36,8 @@ class Wanted:
     rows: Sequence[CodecRow]
     links: Sequence[str]
     prompts: Sequence[str]
-    requests: int = REQUESTS
+    threads: int
+    """Compute threads of a node."""
 
 
 def measured(wanted: Wanted, work: Path) -> Iterator[dict[str, Record]]:
@@ -60,7 +62,8 @@ def cells_of(row: CodecRow, wanted: Wanted) -> Iterator[Cell]:
                 row=row.name,
                 codec=row.codec,
                 model=MODEL,
-                requests=wanted.requests,
+                threads=wanted.threads,
+                requests=REQUESTS[prompt],
                 warmups=warmups,
                 concurrency=1,
             )

@@ -145,8 +145,8 @@ def stages(facts: Sequence[Facts], machine: str) -> str:
         "# Job completion time by stage and codec",
         "",
         f"SmolLM2-135M-Instruct, {OUTPUT_TOKENS} tokens out, one request after the other, one prefill and one decode",
-        "node with a compute thread each; means in milliseconds. `sudo .venv/bin/python -m bench.codecs jct`, on",
-        f"{machine}. Sub-stages stand behind the stages of which they are parts ([which](../README.md#serve)).",
+        f"node; means in milliseconds. `sudo .venv/bin/python -m bench.codecs jct`, on {machine}.",
+        "Sub-stages stand behind the stages of which they are parts ([which](../README.md#serve)).",
     ]
     for prompt, tokens in PROMPTS.items():
         for link in LINKS:

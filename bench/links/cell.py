@@ -1,6 +1,6 @@
 """Cells of the experiment: a cluster of one prefill and one decode node, a link between them, a load, and its results.
 
-Cells of the same codec and model share a cluster, and its link changes from one cell to the next. They run in a process
+Cells of the same codec, model and threads share a cluster, and its link changes from one cell to the next. They run in a process
 of their own, inside a network namespace: `python -m bench.links.cell ORDERS.json`.
 """
 
@@ -51,6 +51,8 @@ class Cell(BaseModel):
     warmups: int = WARMUPS
     model: str = ""
     """As for `find_model`; empty for the model that ships with hackkv."""
+    threads: int = 1
+    """Compute threads of a node."""
     rate: float | None = None
     """Requests a second; None keeps `concurrency` under way."""
     concurrency: int = 0
@@ -85,7 +87,7 @@ def done(cell: Cell, folder: Path) -> Result | None:
 
 
 def run(cells: Sequence[Cell], folder: Path) -> None:
-    """Measure the `cells` that have no result in `folder`. All cells have one codec and model.
+    """Measure the `cells` that have no result in `folder`. All cells have one codec, model and number of threads.
 
     Raises `ConfigError` naming the log. Results that were measured until then stay.
     """
@@ -108,7 +110,7 @@ async def _serve(orders: Orders) -> int:
     first = orders.cells[0]
     model = str(find_model(first.model).path)
     codec = first.codec.model_copy(update={"allow_loss": True})
-    worker = {"model": {"path": model, "threads": 1}, "codec": codec.model_dump(mode="json", exclude_defaults=True)}
+    worker = {"model": {"path": model, "threads": first.threads}, "codec": codec.model_dump(mode="json", exclude_defaults=True)}
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model}
     # Prompts are cut from one real text and can begin alike, and cells repeat them. Times must not depend on reused
     # prefixes.

@@ -22,7 +22,7 @@ from hackkv.packaged import has_smollm2
 from hackkv.timing import Stage, SubStage
 from measure.accuracy.variants import VARIANTS
 
-WANTED = Wanted([ROWS["hack"], ROWS["fp8"]], ("1gbit", "none"), ("1k",), requests=2)
+WANTED = Wanted([ROWS["hack"], ROWS["fp8"]], ("1gbit", "none"), ("1k",), threads=1)
 
 
 def result(jct_ms: float) -> Result:
@@ -71,10 +71,10 @@ def test_cells_that_were_measured_are_not_measured_again(tmp_path: Path) -> None
 
 
 def test_only_the_first_cell_of_a_cluster_warms_it() -> None:
-    cells = list(cells_of(ROWS["hack"], Wanted([ROWS["hack"]], LINKS, tuple(PROMPTS))))
+    cells = list(cells_of(ROWS["hack"], Wanted([ROWS["hack"]], LINKS, tuple(PROMPTS), threads=2)))
     assert [cell.warmups for cell in cells] == [1] + [0] * (len(LINKS) * len(PROMPTS) - 1)
     assert len({cell.file(Path()) for cell in cells}) == len(cells)
-    assert {(cell.model, cell.concurrency) for cell in cells} == {("smollm2", 1)}
+    assert {(cell.model, cell.concurrency, cell.threads) for cell in cells} == {("smollm2", 1, 2)}
 
 
 def test_what_was_not_measured_names_its_command() -> None:
