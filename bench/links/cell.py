@@ -1,7 +1,7 @@
 """Cells of the experiment: a cluster of one prefill and one decode node, a link between them, a load, and its results.
 
-Cells of the same codec, model and threads share a cluster, and its link changes from one cell to the next. They run in a process
-of their own, inside a network namespace: `python -m bench.links.cell ORDERS.json`.
+Cells of the same codec, model and threads share a cluster, and its link changes from one cell to the next. They run in
+a process of their own, inside a network namespace: `python -m bench.links.cell ORDERS.json`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ async def _serve(orders: Orders) -> int:
     first = orders.cells[0]
     model = str(find_model(first.model).path)
     codec = first.codec.model_copy(update={"allow_loss": True})
-    worker = {"model": {"path": model, "threads": first.threads}, "codec": codec.model_dump(mode="json", exclude_defaults=True)}
+    worker = {
+        "model": {"path": model, "threads": first.threads},
+        "codec": codec.model_dump(mode="json", exclude_defaults=True),
+    }
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model}
     # Prompts are cut from one real text and can begin alike, and cells repeat them. Times must not depend on reused
     # prefixes.
