@@ -1,4 +1,4 @@
-"""Pages of integer codes in groups on a GPU: codecs `kivi-4` and `kivi-2`."""
+"""Pages of integer codes in groups on a GPU: codecs `kivi-*` and `cachegen*`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from hack_kernels.triton.split import Workspace
 
 SMALLEST_GROUP: Final = 16
 """Rows of K and channels of V that decode multiplies at once share a scale."""
+CENTRED_BITS: Final = (4, 5)
+"""Bits of codes around zero."""
 
 
 class GroupTriton(GroupReference):
@@ -65,7 +67,9 @@ class GroupTriton(GroupReference):
 
 
 def takes_groups(fmt: GroupFormat) -> bool:
-    """Whether K and V are grouped as in KIVI, in widths and group sizes that the kernels support."""
+    """Whether K and V have codes around zero, or are grouped as in KIVI in widths and groups that kernels support."""
+    if fmt.k.centre and fmt.v.centre:
+        return {fmt.k.bits, fmt.v.bits} <= set(CENTRED_BITS)
     return (fmt.k.by_channel, fmt.v.by_channel) == (True, False) and all(
         side.bits in CODE_BITS and not side.centre and side.group == padded(side.group) >= SMALLEST_GROUP
         for side in (fmt.k, fmt.v)
