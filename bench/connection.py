@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-
 Lender = Callable[[], AbstractAsyncContextManager["Connection"]]
 """Lends a connection for one request."""
 

@@ -13,7 +13,6 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from hackkv.errors import ConfigError
 from hackkv.heap import trim
 from hackkv.tokenizer import Tokenizer
 from node.spans import open_spans

@@ -30,14 +30,12 @@ async def cost(cluster: Cluster, seconds: float, streams: int, pause_ms: int, ra
     tokens = await _token(cluster, seconds, streams, pause_ms, timed=False)
     timed = await _token(cluster, seconds, streams, pause_ms, timed=True)
     return {
-        "requests": requests, "kept": kept, "tokens": tokens, "timed": timed, "rate": rate, "streams": streams, "pause_ms": pause_ms,
-        "failures": len(times.failures),
+        "requests": requests, "kept": kept, "tokens": tokens, "timed": timed, "rate": rate, "streams": streams,
+        "pause_ms": pause_ms, "failures": len(times.failures),
     }  # fmt: skip
 
 
-async def _request(
-    cluster: Cluster, lend: Lender, seconds: float, rate: float, times: Times
-) -> dict[str, float]:
+async def _request(cluster: Cluster, lend: Lender, seconds: float, rate: float, times: Times) -> dict[str, float]:
     await short_requests(lend, rate, WARM_S, Times())
     used = cluster.processor_s()
     count = await short_requests(lend, rate, seconds, times)
