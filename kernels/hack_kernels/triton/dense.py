@@ -242,8 +242,8 @@ class CodedSide:
 
 @triton.jit
 def code_of(codes, token, channel, BITS: tl.constexpr, FIRST: tl.constexpr, PI: tl.constexpr, D: tl.constexpr):
-    """Codes INT32 of tokens and channels, whose bytes hold tokens of one channel; with FIRST bytes of a channel lie side
-    by side."""
+    """Codes INT32 of tokens and channels. A byte holds tokens of one channel; with FIRST a channel's bytes lie side by
+    side."""
     FIELDS: tl.constexpr = 8 // BITS
     at = channel * (PI // FIELDS) + token // FIELDS if FIRST else token // FIELDS * D + channel
     return tl.load(codes + at, mask=channel < D, other=0).to(tl.int32) >> (token % FIELDS * BITS) & ((1 << BITS) - 1)

@@ -51,8 +51,8 @@ def load_numbers(record, offset, first, block: tl.constexpr, SIDE: tl.constexpr,
 
 @triton.jit
 def load_group_keys(record, first, c: tl.constexpr, LAYOUT: tl.constexpr, W: tl.constexpr):
-    """16 rows of K at the channels of step `c`, FP16 [W, 16, step] in the order of `rounded_query`; centred rows without
-    their scales."""
+    """16 rows of K at the channels of step `c`, FP16 [W, 16, step] in the order of `rounded_query`. Scales of centred
+    rows are left out."""
     SIDE: tl.constexpr = LAYOUT.k
     D: tl.constexpr = LAYOUT.head_dim
     channel = c * LAYOUT.step + tl.arange(0, LAYOUT.step)
