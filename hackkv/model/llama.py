@@ -112,7 +112,8 @@ class Llama:
         """Hidden states [T, hidden] after the final norm, for `ids` and `positions`, both int64 [T].
 
         `attend` is called once per layer, in order, with exactly T rows. With `rows` (int64 [R]) only these rows pass
-        through the last layer's feed-forward and are returned, [R, hidden]; the others contribute only K and V.
+        through the last layer's feed-forward and are returned, [R, hidden]; the others contribute K and V there, and
+        nothing else if `attend` gives `rows` alone.
         """
         cos_sin = self.kernels.take(self._cos_sin, positions)
         layers = self.weights.layers
