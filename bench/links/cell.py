@@ -29,6 +29,8 @@ OUTPUT_TOKENS: Final = 64
 WARMUPS: Final = 2
 TIMEOUT_S: Final = 600.0
 """The most seconds of one cell."""
+KV_BYTES: Final = 512 << 20
+"""Of a node: room for the longest prompt in FP16, beside what an eviction notes of it."""
 
 Result = dict[str, Any]
 """The output of `hackkv bench serve`, with `link_bits_per_s` (measured) and `load_average` before the cell."""
@@ -106,11 +108,13 @@ def run(cells: Sequence[Cell], folder: Path) -> None:
 
 
 async def _serve(orders: Orders) -> int:
-    """Start a cluster here and load it cell by cell. Returns 0, or the exit code of a load generator that failed."""
+    """Start a cluster here and load it cell by cell. Returns 0; or the exit code of a load generator that failed, or 1 if
+    every request of a cell failed."""
     first = orders.cells[0]
     model = str(find_model(first.model).path)
     codec = first.codec.model_copy(update={"allow_loss": True})
     worker = {
+        "kv_bytes": KV_BYTES,
         "model": {"path": model, "threads": first.threads},
         "codec": codec.model_dump(mode="json", exclude_defaults=True),
     }
@@ -133,6 +137,8 @@ async def _serve(orders: Orders) -> int:
             if code not in (0, 1):  # 1: requests failed; the result says how many
                 return code
             result = json.loads(unfinished.read_text(encoding="utf-8"))
+            if not result["completed"]:
+                return 1  # the reason is in the log; the unfinished result stays for whoever looks
             file.write_text(json.dumps({**result, **about}), encoding="utf-8")
             unfinished.unlink()
     return 0
