@@ -108,8 +108,8 @@ def run(cells: Sequence[Cell], folder: Path) -> None:
 
 
 async def _serve(orders: Orders) -> int:
-    """Start a cluster here and load it cell by cell. Returns 0; or the exit code of a load generator that failed, or 1 if
-    every request of a cell failed."""
+    """Start a cluster here and load it cell by cell. Returns 0; or the exit code of a load generator that failed, which
+    is 1 if every request of a cell failed."""
     first = orders.cells[0]
     model = str(find_model(first.model).path)
     codec = first.codec.model_copy(update={"allow_loss": True})
