@@ -19,13 +19,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
 from app.forking import Forked, ForkServerClient, UnattachedServer, adopting, failure
 from hackkv.errors import ConfigError, HackkvError, NodeLost
 from node.announcement import read_announcement, read_word
+from node.folders import WorkingFolder
+from node.listening import bind
 from node.pauses import Pauses
 from transport.closing import reap
 
@@ -118,6 +119,7 @@ class LocalCluster:
         """
         plan = self._plan
         self._server = ForkServerClient.of(begun) if begun else await ForkServerClient.start()
+        _refuse_taken(plan.router.get("listen", {}))
         router = await self._fork("router", "router")
         if plan.num_prefill + plan.num_decode:
             self.model = await self._check(timeout_s)
@@ -290,6 +292,14 @@ class LocalCluster:
         raise NodeLost(f"the router counts {nodes} nodes, not {wanted}")
 
 
+def _refuse_taken(listen: dict[str, Any]) -> None:
+    """Raise `ConfigError` now if the router could not listen there. It binds its port long after this, when the model
+    has passed its check."""
+    match listen:
+        case {"host": str(host), "port": int(port)} if port:  # 0 takes any free one
+            bind(host, port).close()
+
+
 async def _announcement(child: NodeProcess, heard: Callable[[str], None]) -> dict[str, str]:
     """Read a child's output up to its ready line; `heard` gets what it says before. Raises `ConfigError` or `NodeLost`
     if the child ends before that."""
@@ -326,8 +336,8 @@ async def running(
     plan: ClusterPlan, progress: Callable[[str], None], begun: UnattachedServer | None = None
 ) -> AsyncIterator[LocalCluster]:
     """Start a cluster, on the fork server `begun` if there is one. At the end stop every process, whatever happened."""
-    with TemporaryDirectory(prefix="hackkv-") as folder, adopting():
-        cluster = LocalCluster(plan, Path(folder), progress)
+    with contextlib.closing(WorkingFolder()) as folder, adopting():
+        cluster = LocalCluster(plan, folder.path, progress)
         try:
             await cluster.start(START_S, begun)
             yield cluster

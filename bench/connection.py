@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+
+Lender = Callable[[], AbstractAsyncContextManager["Connection"]]
+"""Lends a connection for one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,22 @@ class Connection:
             yield connection
         finally:
             await connection.abort()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def pooled(cls, url: str) -> AsyncIterator[Lender]:
+        """A lender of connections that stay open between requests, as those of client libraries do."""
+        free = list[Connection]()
+        async with contextlib.AsyncExitStack() as opened:
+
+            @contextlib.asynccontextmanager
+            async def lend() -> AsyncIterator[Connection]:
+                """One that is free, or a new one. It is not lent again if an error is raised meanwhile."""
+                connection = free.pop() if free else await opened.enter_async_context(cls.to(url))
+                yield connection
+                free.append(connection)
+
+            yield lend
 
     async def send(self, method: str, path: str, body: bytes = b"") -> None:
         """Send a whole request."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from hack_kernels.base import Spans
@@ -67,6 +67,16 @@ class Fills:
 
 
 @dataclass(frozen=True, slots=True)
+class Ends:
+    """The last rows of some spans of a batch."""
+
+    rows: Tensor
+    """[R] int64 on the device: their numbers in the batch."""
+    where: Spans
+    """The same rows as a decode batch, once the cache holds the whole batch."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A flat ragged batch: the spans one after another, with what every layer needs of them computed once."""
 
@@ -86,6 +96,8 @@ class Batch:
     """The lists `more` that `of` was given, int64 on the device."""
     visible: dict[int, Spans] = field(default_factory=dict)
     """Layer -> the pages that its queries see, if layers choose pages. A later layer may reuse the choice."""
+    ends: Ends | None = None
+    """The only rows that anybody wants of the last layer; None: others, or all."""
 
     @property
     def device(self) -> torch.device:
@@ -136,6 +148,14 @@ class Batch:
             where = Spans(starts, stays.counts, stays.offsets, stays.table, stays.slots)
         faulty = torch.zeros(len(spans), dtype=torch.bool, device=device)
         return cls(tuple(spans), page_tokens, where, row == len(spans), faulty, tuple(filled), fills, along)
+
+    def ending(self, spans: Tensor, rows: Tensor) -> Batch:
+        """This batch with `ends`: the last rows of these spans, [R] int64, whose numbers are `rows` [R] int64."""
+        where, last = self.where, torch.ones_like(rows)
+        starts, counts, slots = (each[spans] for each in (where.starts, where.counts, where.slots))
+        offsets = torch.arange(len(rows), device=self.device)
+        ends = Spans(starts + counts - 1, last, offsets, where.table[spans], slots)
+        return replace(self, ends=Ends(rows, ends))
 
 
 def _same_places(spans: Sequence[Span], others: Sequence[Span]) -> bool:

@@ -147,6 +147,7 @@ class KvCodec(Protocol):
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [T, Hkv, D] to the cache and return the attention of q [T, Hq, D] over it, causal, in q's dtype.
+        If the batch has `ends`, the last layer's result has these rows alone, [R, Hq, D].
 
         Full pages are sealed into `pool`, exact rows go to the slots. Repeating a call with the same batch and rows
         writes the same bytes, unless a span overwrites rows of its slot that it needs. That happens if it starts inside

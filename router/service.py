@@ -7,9 +7,10 @@ import socket
 from typing import Protocol
 
 from node.announcement import announce
+from node.listening import bind
 from router.config import RouterConfig
 from router.fleet.membership import Membership
-from router.front import Front, allow_many_sockets, bind, make_fleet, url_of
+from router.front import Front, allow_many_sockets, make_fleet, url_of
 from router.scopes import unwrapped
 from router.watch.journal import Journal
 from router.workers.leader import Leader

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--links", default=",".join(LINKS), help="of jct; default: %(default)s")
     parser.add_argument("--prompts", default=",".join(PROMPTS), help="of jct; default: %(default)s")
     parser.add_argument("--work", type=Path, default=Path("build/codecs-jct"), help="where cells of jct are kept")
-    parser.add_argument("--threads", type=int, default=1, help="of kernels, and of each node of jct; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="of kernels; in jct, of a node; default: %(default)s")
     parser.add_argument("--accuracy", type=Path, default=DOCS / "accuracy", help="the folder of `hackkv eval`")
     parser.add_argument("--out", type=Path, default=DOCS, help="folder of the page; default: docs")
     options = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """Cells of the experiment: a cluster of one prefill and one decode node, a link between them, a load, and its results.
 
-Cells of the same codec, model and threads share a cluster, and its link changes from one cell to the next. They run in a process
-of their own, inside a network namespace: `python -m bench.links.cell ORDERS.json`.
+Cells of the same codec, model and threads share a cluster, and its link changes from one cell to the next. They run in
+a process of their own, inside a network namespace: `python -m bench.links.cell ORDERS.json`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ OUTPUT_TOKENS: Final = 64
 WARMUPS: Final = 2
 TIMEOUT_S: Final = 600.0
 """The most seconds of one cell."""
+KV_BYTES: Final = 512 << 20
+"""Of a node: room for the longest prompt in FP16, beside what an eviction notes of it."""
 
 Result = dict[str, Any]
 """The output of `hackkv bench serve`, with `link_bits_per_s` (measured) and `load_average` before the cell."""
@@ -106,11 +108,16 @@ def run(cells: Sequence[Cell], folder: Path) -> None:
 
 
 async def _serve(orders: Orders) -> int:
-    """Start a cluster here and load it cell by cell. Returns 0, or the exit code of a load generator that failed."""
+    """Start a cluster here and load it cell by cell. Returns 0; or the exit code of a load generator that failed, which
+    is 1 if every request of a cell failed."""
     first = orders.cells[0]
     model = str(find_model(first.model).path)
     codec = first.codec.model_copy(update={"allow_loss": True})
-    worker = {"model": {"path": model, "threads": first.threads}, "codec": codec.model_dump(mode="json", exclude_defaults=True)}
+    worker = {
+        "kv_bytes": KV_BYTES,
+        "model": {"path": model, "threads": first.threads},
+        "codec": codec.model_dump(mode="json", exclude_defaults=True),
+    }
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model}
     # Prompts are cut from one real text and can begin alike, and cells repeat them. Times must not depend on reused
     # prefixes.
@@ -130,6 +137,8 @@ async def _serve(orders: Orders) -> int:
             if code not in (0, 1):  # 1: requests failed; the result says how many
                 return code
             result = json.loads(unfinished.read_text(encoding="utf-8"))
+            if not result["completed"]:
+                return 1  # the reason is in the log; the unfinished result stays for whoever looks
             file.write_text(json.dumps({**result, **about}), encoding="utf-8")
             unfinished.unlink()
     return 0

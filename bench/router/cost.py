@@ -6,14 +6,16 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
+from bench.connection import Connection, Lender
 from bench.router.cluster import Cluster, since
-from bench.router.streams import Times, short_requests, stream
+from bench.router.streams import Times, anew, short_requests, stream
 
 TARGET_REQUEST_US, TARGET_TOKEN_US = 1000.0, 60.0
 WARM_S = 1.0
 
 _NAMES = {
-    "requests": "a request of two tokens",
+    "requests": "a request of two tokens, with a connection of its own",
+    "kept": "the same over a connection that was kept open",
     "tokens": "a token",
     "timed": "a token with its log-probability",
 }
@@ -21,16 +23,23 @@ _NAMES = {
 
 async def cost(cluster: Cluster, seconds: float, streams: int, pause_ms: int, rate: float) -> dict[str, Any]:
     """Process -> microseconds: of a short request at `rate` requests a second, and of a token of `streams` streams."""
-    await short_requests(cluster.url, rate, WARM_S, Times())
-    used, times = cluster.processor_s(), Times()
-    count = await short_requests(cluster.url, rate, seconds, times)
-    requests = since(used, cluster.processor_s(), count / 1e6)
+    times = Times()
+    requests = await _request(cluster, anew(cluster.url), seconds, rate, times)
+    async with Connection.pooled(cluster.url) as lend:
+        kept = await _request(cluster, lend, seconds, rate, times)
     tokens = await _token(cluster, seconds, streams, pause_ms, timed=False)
     timed = await _token(cluster, seconds, streams, pause_ms, timed=True)
     return {
-        "requests": requests, "tokens": tokens, "timed": timed, "rate": rate, "streams": streams, "pause_ms": pause_ms,
-        "failures": len(times.failures),
+        "requests": requests, "kept": kept, "tokens": tokens, "timed": timed, "rate": rate, "streams": streams,
+        "pause_ms": pause_ms, "failures": len(times.failures),
     }  # fmt: skip
+
+
+async def _request(cluster: Cluster, lend: Lender, seconds: float, rate: float, times: Times) -> dict[str, float]:
+    await short_requests(lend, rate, WARM_S, Times())
+    used = cluster.processor_s()
+    count = await short_requests(lend, rate, seconds, times)
+    return since(used, cluster.processor_s(), count / 1e6)
 
 
 async def _token(cluster: Cluster, seconds: float, streams: int, pause_ms: int, *, timed: bool) -> dict[str, float]:
@@ -38,7 +47,7 @@ async def _token(cluster: Cluster, seconds: float, streams: int, pause_ms: int, 
     tokens = int(1000 * (seconds + 60) / pause_ms)
     async with AsyncExitStack() as held:
         for event in begun:
-            task = asyncio.create_task(stream(cluster.url, tokens, pause_ms, times, event, timed=timed))
+            task = asyncio.create_task(stream(anew(cluster.url), tokens, pause_ms, times, event, timed=timed))
             held.callback(task.cancel)
         for event in begun:
             await event.wait()

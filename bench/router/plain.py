@@ -21,25 +21,30 @@ _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encodin
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serve one request on a connection, then close it."""
+    """Serve the requests of one connection."""
     try:
-        head = await reader.readuntil(b"\r\n\r\n")
-        found = _LENGTH.search(head)
-        body = json.loads(await reader.readexactly(int(found.group(1)) if found else 0))
-        writer.write(_HEAD)
-        began, pause_s = monotonic(), body["seed"] / 1000
-        for index in range(body["max_tokens"]):
-            await asyncio.sleep(began + index * pause_s - monotonic())
-            event = {"choices": [{"text": "a", "index": 0, "logprobs": {"token_logprobs": [-monotonic()]}}]}
-            text = b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
-            writer.write(b"%x\r\n%b\r\n" % (len(text), text))
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            found = _LENGTH.search(head)
+            body = json.loads(await reader.readexactly(int(found.group(1)) if found else 0))
+            writer.write(_HEAD)
+            await _tokens(writer, body["max_tokens"], body["seed"] / 1000)
+            writer.write(b"0\r\n\r\n")
             await writer.drain()
-        writer.write(b"0\r\n\r\n")
-        await writer.drain()
     except (ConnectionError, asyncio.IncompleteReadError):
         pass  # the client has left
     finally:
         writer.close()
+
+
+async def _tokens(writer: asyncio.StreamWriter, count: int, pause_s: float) -> None:
+    began = monotonic()
+    for index in range(count):
+        await asyncio.sleep(began + index * pause_s - monotonic())
+        event = {"choices": [{"text": "a", "index": 0, "logprobs": {"token_logprobs": [-monotonic()]}}]}
+        text = b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+        writer.write(b"%x\r\n%b\r\n" % (len(text), text))
+        await writer.drain()
 
 
 async def main() -> None:

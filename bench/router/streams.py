@@ -7,9 +7,10 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 
-from bench.connection import Connection
+from bench.connection import Connection, Lender
 
 COMPLETIONS = "/v1/completions"
 
@@ -34,22 +35,22 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 async def stream(
-    url: str, tokens: int, pause_ms: int, times: Times, begun: asyncio.Event | None = None, *, timed: bool = True
+    lend: Lender, tokens: int, pause_ms: int, times: Times, begun: asyncio.Event | None = None, *, timed: bool = True
 ) -> None:
-    """Read one stream to its end. Ages and gaps of tokens are measured only if it is `timed`."""
+    """Read one stream to its end, over a connection of `lend`. Ages and gaps of tokens are measured only if it is
+    `timed`."""
     body: dict[str, object] = {"prompt": "the quick", "max_tokens": tokens, "seed": pause_ms, "stream": True}
     if timed:
         body["logprobs"] = 0
     last = None
     try:
-        async with Connection.to(url) as connection:
+        async with lend() as connection:
             await connection.send("POST", COMPLETIONS, json.dumps(body).encode())
             status, headers = await connection.begin()
             async for part in connection.parts(headers):
                 now = monotonic()
                 if status != 200:
-                    times.failures.append(f"{status}: {part[:200]!r}")
-                    return
+                    raise ConnectionError(f"{status}: {part[:200]!r}")
                 if begun is not None:
                     begun.set()
                 times.tokens += part.startswith(b"data: {")
@@ -66,14 +67,19 @@ async def stream(
             begun.set()
 
 
-async def short_requests(url: str, rate: float, seconds: float, times: Times) -> int:
+def anew(url: str) -> Lender:
+    """Opens a connection for each request."""
+    return partial(Connection.to, url)
+
+
+async def short_requests(lend: Lender, rate: float, seconds: float, times: Times) -> int:
     """Send requests of two tokens as a Poisson process. Returns their number when all are over."""
     rng, tasks, began, count = random.Random(1), set[asyncio.Task[None]](), monotonic(), 0
     due = began
     while due - began < seconds:
         due += rng.expovariate(rate)
         await asyncio.sleep(due - monotonic())
-        task = asyncio.create_task(stream(url, 2, 0, times))
+        task = asyncio.create_task(stream(lend, 2, 0, times))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         count += 1

@@ -2,7 +2,8 @@
 
 A subclass says how to seal and how to attend. The order of the steps matters. In a prefill batch, queries still read
 the FP16 rows of a page that is sealed already, so the slot is overwritten last. In decode the new row is written first,
-so sealing and attention find it in the slot.
+so sealing and attention find it in the slot. In the last layer of a prefill batch few rows are wanted (`Batch.ends`):
+they attend as in decode, when all is written.
 """
 
 from __future__ import annotations
@@ -141,6 +142,11 @@ class PagedCodec:
             return out
         narrowed = rows.narrow(k, v, batch.where, batch.faulty)
         self.seal(layer, pool, batch, narrowed)
+        if batch.ends is not None and layer + 1 == len(self.layers):
+            with self.attending:
+                write_exact_rows(pool, batch, *narrowed)
+                wanted = q[batch.ends.rows]
+                return kernels.attend(layer, pool, batch.ends.where, Rows(wanted)) if len(wanted) else wanted
         with self.attending:
             out = kernels.attend(layer, pool, batch.where, Rows(q, *narrowed))
             write_exact_rows(pool, batch, *narrowed)
@@ -189,7 +195,8 @@ def write_exact_rows(pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
     offset = 0
     for span in batch.spans:
         end = span.held + span.count
-        for page in (*window.earlier(end // pi), end // pi):
+        last = (end - 1) // pi  # if it is full, only the last layer's `ends` may still read it in the slot
+        for page in (*window.earlier(last), last):
             begin, stop = max(span.held, page * pi), min(end, (page + 1) * pi)
             if begin >= stop:
                 continue

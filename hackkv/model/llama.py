@@ -33,7 +33,8 @@ from hackkv.model.rope import Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], all in the model's dtype and after rotation.
-Heads of a token are contiguous, tokens lie apart: q, k and v are views of one tensor. The result is contiguous."""
+Heads of a token are contiguous, tokens lie apart: q, k and v are views of one tensor. The result is contiguous. In the
+last layer it may have only the rows that are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +112,18 @@ class Llama:
         """Hidden states [T, hidden] after the final norm, for `ids` and `positions`, both int64 [T].
 
         `attend` is called once per layer, in order, with exactly T rows. With `rows` (int64 [R]) only these rows pass
-        through the last layer's feed-forward and are returned, [R, hidden]; the others contribute only K and V.
+        through the last layer's feed-forward and are returned, [R, hidden]; the others contribute K and V there, and
+        nothing else if `attend` gives `rows` alone.
         """
-        tokens = ids.shape[0]
         cos_sin = self.kernels.take(self._cos_sin, positions)
         layers = self.weights.layers
         x = self._embedded(ids)
         normed = self._norm(x, layers[0].input_norm)
         for index, layer in enumerate(layers):
-            mixed = attend(index, *self._qkv(layer, normed, cos_sin)).view(tokens, -1)
+            mixed = attend(index, *self._qkv(layer, normed, cos_sin)).flatten(1)
             last = index + 1 == len(layers)
             if rows is not None and last:
-                x, mixed = x[rows], mixed[rows]
+                x, mixed = x[rows], mixed if len(mixed) == len(rows) else mixed[rows]
             next_norm = self.weights.final_norm if last else layers[index + 1].input_norm
             normed = self._finish(layer, x, mixed, next_norm)
         return normed

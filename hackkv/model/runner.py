@@ -60,6 +60,8 @@ class ModelRunner:
         if self._recorder is not None:
             self._graphs = Graphs(model, codec, self.memory, Spare(num_pages, num_slots), recorded)
         self._last: Batch | None = None
+        # Then a row that reads its prompt from the cache sees what it saw within the prompt.
+        self._ends_alone = codec.bytes_follow_tokens and codec.decodes_as_prefill
 
     def record(self) -> None:
         """Record decode steps if this runner was told to, before it serves anybody. Raises `ConfigError`."""
@@ -192,8 +194,13 @@ class ModelRunner:
             more.append(positions)
         if wanted is not None:
             more.append(_last_rows(spans, wanted))
-        self._last = Batch.of(spans, self.layout.page_tokens, self.model.device, self._last, more)
-        return self._last
+            more.append([at for at, count in enumerate(wanted) if count])
+        batch = Batch.of(spans, self.layout.page_tokens, self.model.device, self._last, more)
+        if wanted is not None and max(wanted) <= 1 and self._ends_alone and not batch.is_decode:
+            _, _, rows, ending = batch.more
+            batch = batch.ending(ending, rows)
+        self._last = batch
+        return batch
 
     def _attend(self, batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.codec.attend(layer, self.memory.pools[layer], batch, q, k, v)

@@ -81,7 +81,8 @@ def _serve(runner: ModelRunner, whole: Sequence[Span]) -> None:
     model, page_tokens = runner.model, runner.layout.page_tokens
     states = [SamplerState(_GREEDY, [TOKEN], (), kernels=model.kernels) for _ in whole]
     chunks = [replace(span, count=span.count - 1) for span in whole]
-    runner.forward(chunks, [TOKEN] * sum(span.count for span in chunks))
+    for wanted in (None, [1] * len(chunks)):
+        runner.forward(chunks, [TOKEN] * sum(span.count for span in chunks), wanted=wanted)
     ends = [replace(span, held=span.count - 1, count=1) for span in whole]
     hidden = runner.forward(ends, [TOKEN] * len(whole), wanted=[1] * len(whole))
     sample(model.logits(hidden), states, model.kernels)

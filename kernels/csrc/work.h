@@ -165,8 +165,9 @@ constexpr bool rounds_coarsely(Dtype dtype, int bits) { return dtype == Dtype::k
 // A block stands out if its largest value exceeds kStandsOut times the mean of the largest values of the row's blocks.
 inline constexpr float kStandsOut = 2.0f;
 
-// A block of 16 rows of x in two bytes.
-struct RowBlock {
+// A block of 16 rows of x in two bytes. It fills cache lines, so what lies behind rows of x begins with one too: products
+// read their scratch there in whole lines.
+struct alignas(64) RowBlock {
   union {
     std::int8_t codes[kRowBytes][kLanes][kBlockColumns];
     std::int16_t words[kLanes][kBlockColumns];  // block_words.h: each four columns in the order 0, 2, 1, 3

@@ -83,13 +83,13 @@ def floats(fmt: FloatFormat, group: int) -> tuple[Example, ...]:
     return _read_one_by_one(name, group, pool, decoding, partial(float_seal_launch, fmt))
 
 
-def groups(bits: int, head_dim: int, page_tokens: int, group: int) -> tuple[Example, ...]:
-    """Every kernel for pages of integer codes in groups of 32; see `floats`."""
-    fmt = GroupFormat(head_dim, Grouping(bits, 32, by_channel=True), Grouping(bits, 32), page_tokens)
-    planes = new_planar_pages(fmt, group_layout(fmt), TOKENS // page_tokens, KV_HEADS, torch.device("meta"))
-    pool = replace(pool_of(HackFormat(head_dim, page_tokens), 0), planes=planes)
+def groups(fmt: GroupFormat, group: int) -> tuple[Example, ...]:
+    """Every kernel for pages of integer codes in groups; see `floats`."""
+    planes = new_planar_pages(fmt, group_layout(fmt), TOKENS // fmt.page_tokens, KV_HEADS, torch.device("meta"))
+    pool = replace(pool_of(HackFormat(fmt.head_dim, fmt.page_tokens), 0), planes=planes)
     decoding = group_decode_launch(fmt, pool, *one_step(fmt, group))
-    name = f"groups K{bits}V{bits} D={head_dim} Π={page_tokens}"
+    kind = "centred" if fmt.k.centre else "groups"
+    name = f"{kind} K{fmt.k.bits}V{fmt.v.bits} D={fmt.head_dim} Π={fmt.page_tokens}"
     return _read_one_by_one(name, group, pool, decoding, partial(group_seal_launch, fmt))
 
 
@@ -233,8 +233,19 @@ FLOATS: Final = tuple(
     if group != 8 or example.name.startswith("decode")
 )
 GROUPS: Final = tuple(
-    example for bits in (4, 2) for d, group in ((128, 4), (64, 3)) for example in groups(bits, d, 64, group)
+    example
+    for bits in (4, 2)
+    for d, group in ((128, 4), (64, 3))
+    for example in groups(GroupFormat(d, Grouping(bits, 32, by_channel=True), Grouping(bits, 32), 64), group)
 )
+"""The formats of codecs `kivi-*`."""
+CENTRED: Final = tuple(
+    example
+    for bits in ((5, 5), (5, 4), (4, 4))
+    for d, group in ((128, 4), (64, 3))
+    for example in groups(GroupFormat(d, *(Grouping(b, d, centre=2 ** (b - 1) - 1) for b in bits), 64), group)
+)
+"""The formats of codecs `cachegen*`."""
 PREFILL: Final = (
     prefill(HackFormat(128, 64), 4),
     prefill(HackFormat(64, 32), 7),
@@ -273,6 +284,7 @@ KINDS: Final = (
     RIVALS,
     FLOATS,
     GROUPS,
+    CENTRED,
     PREFILL,
     DENSE,
     SEAL,

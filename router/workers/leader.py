@@ -16,7 +16,6 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from dataclasses import dataclass, field
-from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any, Final
 
@@ -24,6 +23,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from hackkv.errors import ConfigError, HackkvError, NodeLost, Unavailable
 from hackkv.nodes import NodeInfo
+from node.folders import WorkingFolder
 from node.pauses import Pauses
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
@@ -68,7 +68,7 @@ class Leader:
     def __init__(self, config: RouterConfig, fleet: Fleet, journal: Journal) -> None:
         self.journal = journal
         self._config, self._fleet = config, fleet
-        self._folder = TemporaryDirectory(prefix="hackkv-router-")
+        self._folder = WorkingFolder()
         """Holds the workers' series of `/metrics`."""
         self._workers: dict[str, RouterWorker] = {}
         self._keepers: list[asyncio.Task[None]] = []
@@ -106,7 +106,7 @@ class Leader:
         for worker in self._workers.values():
             worker.link.close()
             await worker.kill()
-        self._folder.cleanup()
+        self._folder.close()
 
     # Workers --------------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Leader:
                 stdin=theirs.fileno(),
                 stdout=DEVNULL,
                 pass_fds=[listener.fileno()],
-                env={**os.environ, SHARED: self._folder.name},
+                env={**os.environ, SHARED: str(self._folder.path)},
             )
         worker = self._workers[name] = RouterWorker(name, process, await WorkerLink.over(ours))
         worker.link.tell("config", [name, self._config.model_dump(mode="json")])
@@ -160,7 +160,7 @@ class Leader:
         self._add_up()
         self._fleet.sharing.lost(worker.name)
         self._tell_others(worker, "lost", worker.name)
-        mark_process_dead(worker.process.pid, self._folder.name)  # type: ignore[no-untyped-call]
+        mark_process_dead(worker.process.pid, str(self._folder.path))  # type: ignore[no-untyped-call]
 
     # What they say --------------------------------------------------------------------------------------------------
 

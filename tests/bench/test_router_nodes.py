@@ -8,7 +8,7 @@ import pytest
 
 from bench.router.cluster import running
 from bench.router.nodes import PacedDecode, PacedPrefill
-from bench.router.streams import Times, stream
+from bench.router.streams import Times, anew, stream
 from hackkv.packaged import SHIPPED
 from hackkv.types import (
     Decoded,
@@ -55,6 +55,6 @@ async def test_each_node_is_a_process_of_its_own() -> None:
     async with running(SHIPPED, 1) as cluster:
         assert len({node.pid for node in cluster.nodes.values()} | {cluster.router.pid}) == 3
         assert set(cluster.nodes) == set(Role)
-        await stream(cluster.url, 5, 0, times)
+        await stream(anew(cluster.url), 5, 0, times)
         assert set(cluster.processor_s()) == {"router", "prefill node", "decode node", "clients"}
     assert (times.failures, len(times.ages)) == ([], 5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.router.cluster import running
-from bench.router.streams import Times, stream
+from bench.router.streams import Times, anew, stream
 from bench.router.turns import Longest, told, turns_table, what_runs
 from hackkv.packaged import SHIPPED
 
@@ -77,7 +77,7 @@ def test_a_program_that_fails_tells_its_turns_since_it_was_told_to_forget(tmp_pa
 async def test_router_and_nodes_are_timed(tmp_path: Path) -> None:
     times = Times()
     async with running(SHIPPED, 1, tmp_path) as cluster:
-        await stream(cluster.url, 5, 0, times)
+        await stream(anew(cluster.url), 5, 0, times)
     assert times.failures == []
     assert set(told(tmp_path)) == {"router", "decode node", "prefill node"}
     assert all(seconds > 0 for turns in told(tmp_path).values() for seconds in turns.values())

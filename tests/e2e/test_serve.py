@@ -209,12 +209,13 @@ def test_a_gpu_that_is_not_there_is_one_clear_line(
     assert line.startswith("hackkv: model.backend: triton: torch sees no CUDA device: ")
 
 
-def test_a_port_in_use_is_a_clear_error(checkpoint: Path, start: Start) -> None:
+def test_a_port_in_use_is_a_clear_error_before_the_model_is_looked_for(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        child = start("serve", str(checkpoint), *SMALL, "--port", str(port))
+        child = start("serve", "/nowhere", *SMALL, "--port", str(port))
         assert child.wait(START_S) == 2
-    assert f"cannot bind 127.0.0.1:{port}: Address already in use" in child.err
+    (line,) = child.err.strip().splitlines()
+    assert line == f"hackkv: listen: cannot bind 127.0.0.1:{port}: Address already in use"
 
 
 def free_port() -> int:

@@ -209,7 +209,7 @@ def _for_floats(fmt: FloatFormat, backend: TritonBackend) -> PageKernels | None:
 
 
 def _for_groups(fmt: GroupFormat, backend: TritonBackend) -> PageKernels | None:
-    """Kernels for fused conversion of groups as in KIVI, in the shapes of codes up to `WIDEST`; else None."""
+    """Kernels for fused conversion of `takes_groups`, in the shapes of codes up to `WIDEST`; else None."""
     if not fmt.fused or not _shaped(fmt) or not takes_groups(fmt):
         return None
     return GroupTriton(fmt, backend.device, backend.workspace)

@@ -222,26 +222,30 @@ def dense_launch(pool: Pool, spans: Spans, rows: Rows, held: Held, out: Tensor) 
 
 @dataclass(frozen=True, slots=True)
 class CodedSide:
-    """K or V of pages in wire order, as `dequantize_kernel` takes them: x^ = scale·(code - zero) + minimum."""
+    """K or V of pages in wire order, as `dequantize_kernel` takes them: x^ = scale·unit·(code - zero) + minimum."""
 
     codes: Tensor
-    """uint8 [Hkv, P, Π·bits/8, D] of K, [Hkv, P, D, Π·bits/8] of V. Codes of 3 bits have their lower two bits here."""
+    """uint8 [Hkv, P, Π·bits/8, D], or [Hkv, P, D, Π·bits/8] with `channels_first`. Codes of 3 or 5 bits have all but
+    their highest bits here."""
     high: Tensor | None
-    """The highest bits of codes of 3 bits, in the same order."""
+    """The highest bits of codes of 3 or 5 bits, in the same order."""
     scale: Tensor
-    """FP16 [Hkv, P, tokens, groups of channels]. Either of the last two may be 1."""
+    """FP16 [Hkv, P, groups of tokens, groups of channels]."""
     minimum: Tensor | None
     """FP16, of the same shape."""
     bits: int
     """Bits of a code in `codes`."""
     zero: float = 0.0
+    unit: float = 1.0
+    channels_first: bool = False
 
 
 @triton.jit
-def code_of(codes, token, channel, BITS: tl.constexpr, OF_V: tl.constexpr, PI: tl.constexpr, D: tl.constexpr):
-    """Codes INT32 of tokens and channels, which lie along bytes (`quantize.pack`)."""
+def code_of(codes, token, channel, BITS: tl.constexpr, FIRST: tl.constexpr, PI: tl.constexpr, D: tl.constexpr):
+    """Codes INT32 of tokens and channels. A byte holds tokens of one channel; with FIRST a channel's bytes lie side by
+    side."""
     FIELDS: tl.constexpr = 8 // BITS
-    at = channel * (PI // FIELDS) + token // FIELDS if OF_V else token // FIELDS * D + channel
+    at = channel * (PI // FIELDS) + token // FIELDS if FIRST else token // FIELDS * D + channel
     return tl.load(codes + at, mask=channel < D, other=0).to(tl.int32) >> (token % FIELDS * BITS) & ((1 << BITS) - 1)
 
 
@@ -257,21 +261,25 @@ def dequantize_kernel(
     SPLIT: tl.constexpr,
     SHIFTED: tl.constexpr,
     ZERO: tl.constexpr,
-    OF_V: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
+    FIRST: tl.constexpr,
+    ALONG: tl.constexpr,
+    ACROSS: tl.constexpr,
     PI: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Grid (pages, KV heads): a page of K or V (`CodedSide`) to `out` FP16 [pages, KV heads, Π, D]."""
+    """Grid (pages, KV heads): a page of K or V (`CodedSide`) to `out` FP16 [pages, KV heads, Π, D]. A page has scales
+    for ALONG groups of tokens times ACROSS groups of channels."""
     page, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     wire = head * pages.to(tl.int64) + page
     token, channel = tl.arange(0, PI)[:, None], tl.arange(0, triton.next_power_of_2(D))[None, :]
-    code = code_of(codes + wire * (PI * D * BITS // 8), token, channel, BITS, OF_V, PI, D)
+    code = code_of(codes + wire * (PI * D * BITS // 8), token, channel, BITS, FIRST, PI, D)
     if SPLIT:
-        code += code_of(high + wire * (PI * D // 8), token, channel, 1, OF_V, PI, D) << 2
-    at = wire * (TOKENS * GROUPS) + token * (GROUPS if TOKENS > 1 else 0) + channel // (D // GROUPS)
+        code += code_of(high + wire * (PI * D // 8), token, channel, 1, FIRST, PI, D) << BITS
+    at = (wire * ALONG + token // (PI // ALONG)) * ACROSS + channel // (D // ACROSS)
     x = (code.to(tl.float32) - ZERO) * tl.load(scale + at, mask=channel < D, other=0.0).to(tl.float32)
+    if UNIT != 1.0:
+        x *= UNIT
     if SHIFTED:
         x += tl.load(minimum + at, mask=channel < D, other=0.0).to(tl.float32)
     x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(tl.float16)
@@ -281,7 +289,7 @@ def dequantize_kernel(
 def page_rows(sides: tuple[CodedSide, CodedSide], page_tokens: int, head_dim: int) -> Held:
     """K^ and V^ of pages whose codes are `sides`."""
     found = []
-    for of_v, side in enumerate(sides):
+    for side in sides:
         heads, pages = side.codes.shape[:2]
         out = torch.empty(pages, heads, page_tokens, head_dim, dtype=torch.float16, device=side.codes.device)
         arguments = {
@@ -295,9 +303,10 @@ def page_rows(sides: tuple[CodedSide, CodedSide], page_tokens: int, head_dim: in
             "SPLIT": side.high is not None,
             "SHIFTED": side.minimum is not None,
             "ZERO": side.zero,
-            "OF_V": bool(of_v),
-            "TOKENS": side.scale.shape[2],
-            "GROUPS": side.scale.shape[3],
+            "UNIT": side.unit,
+            "FIRST": side.channels_first,
+            "ALONG": side.scale.shape[2],
+            "ACROSS": side.scale.shape[3],
             "PI": page_tokens,
             "D": head_dim,
         }
@@ -333,4 +342,4 @@ def hack_sides(wire: Planes, bits: tuple[int, int]) -> tuple[CodedSide, CodedSid
     """Codes with minima: scales of K by token and partition, of V by channel."""
     k = CodedSide(wire["k_codes"], None, wire["k_scale"], wire["k_min"], bits[0])
     v_scale, v_min = (wire[name].unsqueeze(2) for name in ("v_scale", "v_min"))
-    return k, CodedSide(wire["v_codes"], None, v_scale, v_min, bits[1])
+    return k, CodedSide(wire["v_codes"], None, v_scale, v_min, bits[1], channels_first=True)

@@ -1,8 +1,8 @@
-"""How a page of integer codes in groups rests in GPU memory: codecs `kivi-4` and `kivi-2`.
+"""How a page of integer codes in groups rests in GPU memory: codecs `kivi-*` and `cachegen*`.
 
 A *record* holds one page of one KV head: the planes of K in wire order, then the planes of V at `v.begin`. So the
 planes of a pool are views, and pages travel as they rest. Groups of K lie along the rows of a channel, groups of V
-along a row.
+along a row. Where codes are centred, a group of K or V is a row and has no minimum.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.read_format import LOW_BITS
 from hack_kernels.triton.code_tiles import CodeTiles
 from hack_kernels.triton.float_layout import SIDE_ALIGNMENT, WIDEST_STEP
 from hack_kernels.triton.tiles import INTERPRETED
@@ -31,44 +32,67 @@ class GroupSide:
     """Rows or channels that share a scale and a minimum."""
     values: int
     """Π·D."""
+    centre: int = 0
+    """C of centred codes; 0 where groups have a minimum."""
+
+    @property
+    def low_bits(self) -> int:
+        """Bits of a code in the first plane."""
+        return LOW_BITS.get(self.bits, self.bits)
+
+    @property
+    def high(self) -> int:
+        """Offset in the record of the highest of five bits; of the scales with other widths."""
+        return self.begin + self.values * self.low_bits // 8
 
     @property
     def scale(self) -> int:
         """Offset in the record of the scales, FP16."""
-        return self.begin + self.values * self.bits // 8
+        return self.high + self.values * (self.bits - self.low_bits) // 8
 
     @property
     def minimum(self) -> int:
-        """Offset in the record of the minima, FP16."""
+        """Offset in the record of the minima, FP16; where the side ends if codes are centred."""
         return self.scale + self.values // self.group * 2
 
     @property
     def end(self) -> int:
         """Where the next side may begin."""
-        return -(-(self.minimum + self.values // self.group * 2) // SIDE_ALIGNMENT) * SIDE_ALIGNMENT
+        minima = 0 if self.centre else self.values // self.group * 2
+        return -(-(self.minimum + minima) // SIDE_ALIGNMENT) * SIDE_ALIGNMENT
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Plane, without "k_" or "v_" -> its offset in the record."""
+        found = {"codes": self.begin}
+        if self.bits > self.low_bits:
+            found["high"] = self.high
+        found["scale"] = self.scale
+        return found if self.centre else {**found, "min": self.minimum}
 
     @property
     def levels(self) -> int:
-        """The largest code."""
+        """The largest number that the bits of a code hold."""
         return (1 << self.bits) - 1
 
     @property
     def widen_even(self) -> str:
-        """PTX: the codes in the lowest bits of four bytes to two pairs of FP16."""
+        """PTX: the codes in the lowest bits of four bytes, less C, to two pairs of FP16."""
         return self._widen(0)
 
     @property
     def widen_odd(self) -> str:
-        """PTX: the codes in the next bits of four bytes to two pairs of FP16."""
+        """PTX: the codes in the next bits of four bytes, less C, to two pairs of FP16."""
         return self._widen(self.bits)
 
     def _widen(self, place: int) -> str:
-        """An FP16 whose upper byte is 0x64 is 1024 plus its lower byte, the code. 1024 is then subtracted."""
+        """An FP16 whose upper byte is 0x64 is 1024 plus its lower byte, the code. 1024 + C is then subtracted."""
+        origin = 0xE400 + self.centre
         return f"""{{
         .reg .b32 codes, low, high, origin;
         shr.b32 codes, $2, {place};
         and.b32 codes, codes, 0x{self.levels * 0x01010101:08x};
-        mov.b32 origin, 0xE400E400;
+        mov.b32 origin, 0x{origin * 0x10001:08X};
         prmt.b32 low, codes, 0x64646464, 0x4140;
         prmt.b32 high, codes, 0x64646464, 0x4342;
         add.rn.f16x2 $0, low, origin;
@@ -116,11 +140,8 @@ class GroupLayout:
     @property
     def offsets(self) -> dict[str, int]:
         """See `RecordLayout`."""
-        return {
-            f"{name}_{plane}": place
-            for name, side in (("k", self.k), ("v", self.v))
-            for plane, place in (("codes", side.begin), ("scale", side.scale), ("min", side.minimum))
-        }
+        sides = (("k", self.k), ("v", self.v))
+        return {f"{name}_{plane}": place for name, side in sides for plane, place in side.offsets.items()}
 
 
 @lru_cache(maxsize=64)
@@ -128,7 +149,7 @@ def group_layout(fmt: GroupFormat) -> GroupLayout:
     """The layout of a format's pages."""
 
     def side(of: Grouping, begin: int) -> GroupSide:
-        return GroupSide(begin, of.bits, of.group, fmt.page_tokens * fmt.head_dim)
+        return GroupSide(begin, of.bits, of.group, fmt.page_tokens * fmt.head_dim, of.centre)
 
     k = side(fmt.k, 0)
     return GroupLayout(fmt.head_dim, fmt.page_tokens, k, side(fmt.v, k.end))
@@ -136,9 +157,10 @@ def group_layout(fmt: GroupFormat) -> GroupLayout:
 
 @triton.jit
 def widened_codes(codes, ODD: tl.constexpr, SIDE: tl.constexpr):
-    """Codes in the lowest bits of bytes, or with ODD in the next bits, as FP16."""
+    """Codes in the lowest bits of bytes, or with ODD in the next bits, less C, as FP16."""
     if INTERPRETED:
-        return ((codes.to(tl.int32) >> (SIDE.bits if ODD else 0)) & SIDE.levels).to(tl.float16)
+        whole = (codes.to(tl.int32) >> (SIDE.bits if ODD else 0)) & SIDE.levels
+        return (whole - SIDE.centre).to(tl.float16)
     asm: tl.constexpr = SIDE.widen_odd if ODD else SIDE.widen_even
     return tl.inline_asm_elementwise(asm, "=r,=r,r", [codes], tl.float16, is_pure=True, pack=4)
 

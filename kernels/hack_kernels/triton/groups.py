@@ -1,4 +1,4 @@
-"""Pages of integer codes in groups on a GPU: codecs `kivi-4` and `kivi-2`."""
+"""Pages of integer codes in groups on a GPU: codecs `kivi-*` and `cachegen*`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from hack_kernels.base import PageFormat, Planes, Pool, Rows, Spans
 from hack_kernels.check import check_attention, check_seal
 from hack_kernels.group_format import GroupFormat
+from hack_kernels.read_format import LOW_BITS
 from hack_kernels.reference.groups import GroupReference
 from hack_kernels.triton.code_tiles import CODE_BITS, padded
-from hack_kernels.triton.dense import attn_read
+from hack_kernels.triton.dense import CodedSide, attn_dequantized
 from hack_kernels.triton.group_decode import group_decode_launch
 from hack_kernels.triton.group_layout import group_layout
 from hack_kernels.triton.group_seal import group_seal_launch
@@ -23,6 +24,8 @@ from hack_kernels.triton.split import Workspace
 
 SMALLEST_GROUP: Final = 16
 """Rows of K and channels of V that decode multiplies at once share a scale."""
+CENTRED_BITS: Final = (4, 5)
+"""Bits of codes around zero."""
 
 
 class GroupTriton(GroupReference):
@@ -57,15 +60,34 @@ class GroupTriton(GroupReference):
         check_attention(self.fmt, pool, spans, rows)
         check_layout(group_layout(self.fmt), pool.planes)
         if rows.k is not None and rows.v is not None:
-            return attn_read(self, pool, spans, rows)
+            return attn_dequantized(pool, spans, rows, lambda ids: _sides(self.fmt, self.export(pool, ids)))
         q = rows_of_heads(rows.q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         group_decode_launch(self.fmt, pool, spans, q, out, self._workspace).run()
         return out
 
 
+def _sides(fmt: GroupFormat, wire: Planes) -> tuple[CodedSide, CodedSide]:
+    """K and V of pages in wire order."""
+    k, v = (
+        CodedSide(
+            wire[f"{name}_codes"],
+            wire.get(f"{name}_high"),
+            wire[f"{name}_scale"],
+            wire.get(f"{name}_min"),
+            LOW_BITS.get(side.bits, side.bits),
+            side.centre,
+            1.0 / (side.centre or 1),
+        )
+        for name, side in (("k", fmt.k), ("v", fmt.v))
+    )
+    return k, v
+
+
 def takes_groups(fmt: GroupFormat) -> bool:
-    """Whether K and V are grouped as in KIVI, in widths and group sizes that the kernels support."""
+    """Whether K and V have codes around zero, or are grouped as in KIVI in widths and groups that kernels support."""
+    if fmt.k.centre and fmt.v.centre:
+        return {fmt.k.bits, fmt.v.bits} <= set(CENTRED_BITS)
     return (fmt.k.by_channel, fmt.v.by_channel) == (True, False) and all(
         side.bits in CODE_BITS and not side.centre and side.group == padded(side.group) >= SMALLEST_GROUP
         for side in (fmt.k, fmt.v)

@@ -92,6 +92,7 @@ def _sides(fmt: LevelFormat, wire: Planes) -> tuple[CodedSide, CodedSide]:
             None,
             code_planes(name, bits)[0][1],
             top_level(bits),
+            channels_first=name == "v",
         )
         for name, bits in (("k", fmt.k_bits), ("v", fmt.v_bits))
     )

@@ -57,8 +57,10 @@ OF_NUMBERS = {
     "seal e2m1 twofold D=64 Π=64": 0,
     "decode groups K4V4 D=64 Π=64 G=3": 8 + 1 + 2,
     "seal groups K4V4 D=64 Π=64": 0,
+    "decode centred K5V4 D=64 Π=64 G=3": 8 + 1,
+    "seal centred K5V4 D=64 Π=64": 0,
 }
-"""Pages of FP4 and KIVI, on every architecture -> products of FP16 in decode, including those of KIVI's
+"""Pages of FP4, KIVI and centred codes, on every architecture -> products of FP16 in decode, including those of KIVI's
 minima."""
 READ_ONE_BY_ONE = (
     *("decode e4m3 page D=64 Π=64 G=3", "decode e4m3 power D=64 Π=64 G=3", "decode e2m3 power D=64 Π=64 G=3"),
@@ -66,6 +68,7 @@ READ_ONE_BY_ONE = (
     *("decode e2m1 power D=128 Π=64 G=8", "decode e2m1 twofold D=128 Π=64 G=8", "decode e2m3 power D=128 Π=64 G=8"),
     *("decode groups K2V2 D=64 Π=64 G=3", "decode groups K2V2 D=128 Π=64 G=4", "decode groups K4V4 D=128 Π=64 G=4"),
     *("seal groups K2V2 D=64 Π=64", "seal groups K4V4 D=128 Π=64"),
+    *("decode centred K5V5 D=128 Π=64 G=4", "decode centred K4V4 D=128 Π=64 G=4", "seal centred K5V5 D=128 Π=64"),
     "seal e2m3 power D=96 Π=64",  # has spilled
 )
 """Pages of FP8, FP6 and integer codes in groups, and wider heads, on sm_90."""

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from hackkv.errors import ConfigError
-from router.front import bind
+from node.listening import bind
 from tests.router.processes import PATIENCE_S, nodes, router, series
 from tests.router.scripted import Point
 
