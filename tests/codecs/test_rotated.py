@@ -49,12 +49,17 @@ def test_other_orders_are_refused(order: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_cache_on_triton_does_not_depend_on_chunking() -> None:
-    """Rows are rotated, sealed with feedback and read with a window, by kernels that Triton interprets here."""
+@pytest.mark.parametrize(("prefill", "chunks"), [("homomorphic", [40, 24, 1, 36]), ("dense", [40, 24, 37])])
+def test_a_cache_on_triton_does_not_depend_on_chunking(
+    prefill: str, chunks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are rotated, sealed with feedback and read with a window, by kernels that Triton interprets here. A row alone
+    is decoded with a query of 8 bits, as in homomorphic prompts; queries of dense prompts have 11."""
     pytest.importorskip("triton")
+    monkeypatch.setenv("HACKKV_TRITON_PREFILL", prefill)
     case = Case("rot-k3v2", backend="triton", settings={"sink": 1, "recent": 1}, calibrated=True)
     assert case.codec.served_by == "triton"
-    assert_same(run(case, 101, [40, 24, 1, 36]), run(case, 101, [101]))
+    assert_same(run(case, 101, chunks), run(case, 101, [101]))
 
 
 WINDOWS = [(0, 0), (1, 0), (2, 1), (1, 2)]
