@@ -93,6 +93,11 @@ def groups(fmt: GroupFormat, group: int) -> tuple[Example, ...]:
     return _read_one_by_one(name, group, pool, decoding, partial(group_seal_launch, fmt))
 
 
+def _centred(bits: int, head_dim: int) -> Grouping:
+    """As many codes as `bits` hold, but for one, with a scale for each row."""
+    return Grouping(bits, head_dim, centre=2 ** (bits - 1) - 1)
+
+
 def _read_one_by_one(
     name: str, group: int, pool: Pool, decoding: Launch, seal: Callable[..., Launch]
 ) -> tuple[Example, ...]:
@@ -241,9 +246,9 @@ GROUPS: Final = tuple(
 """The formats of codecs `kivi-*`."""
 CENTRED: Final = tuple(
     example
-    for bits in ((5, 5), (5, 4), (4, 4))
+    for k_bits, v_bits in ((5, 5), (5, 4), (4, 4))
     for d, group in ((128, 4), (64, 3))
-    for example in groups(GroupFormat(d, *(Grouping(b, d, centre=2 ** (b - 1) - 1) for b in bits), 64), group)
+    for example in groups(GroupFormat(d, _centred(k_bits, d), _centred(v_bits, d), 64), group)
 )
 """The formats of codecs `cachegen*`."""
 PREFILL: Final = (

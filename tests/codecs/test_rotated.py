@@ -53,8 +53,8 @@ def test_other_orders_are_refused(order: int) -> None:
 def test_a_cache_on_triton_does_not_depend_on_chunking(
     prefill: str, chunks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are rotated, sealed with feedback and read with a window, by kernels that Triton interprets here. A row alone
-    is decoded with a query of 8 bits, as in homomorphic prompts; queries of dense prompts have 11."""
+    """Rows are rotated, sealed with feedback and read with a window, by kernels that Triton interprets here. One row is
+    decoded with a query of 8 bits, as in homomorphic prompts; queries of dense prompts have 11."""
     pytest.importorskip("triton")
     monkeypatch.setenv("HACKKV_TRITON_PREFILL", prefill)
     case = Case("rot-k3v2", backend="triton", settings={"sink": 1, "recent": 1}, calibrated=True)
