@@ -25,9 +25,10 @@ def generate(worker: Worker, request: Request, *, chunk_pages: int = 4) -> list[
     chunk_tokens = chunk_pages * layout.page_tokens
     for start in range(0, len(ids), chunk_tokens):
         chunk = ids[start : start + chunk_tokens]
-        hidden = runner.forward([Span(0, start, len(chunk), pages, prompt=len(ids))], chunk)
+        wanted = [int(start + len(chunk) == len(ids))]
+        hidden = runner.forward([Span(0, start, len(chunk), pages, prompt=len(ids))], chunk, wanted=wanted)
     held = runner.end_prompt(Span(0, 0, len(ids), pages))
-    tokens = sample(model.logits(hidden[-1:]), [state], model.kernels)
+    tokens = sample(model.logits(hidden), [state], model.kernels)
     while tokens[-1].finish is None:
         span = Span(0, held + len(tokens) - 1, 1, pages, evicted=len(ids) - held)
         tokens += runner.choose([span], [tokens[-1].token_id], [state])
