@@ -97,7 +97,7 @@ class Batch:
     visible: dict[int, Spans] = field(default_factory=dict)
     """Layer -> the pages that its queries see, if layers choose pages. A later layer may reuse the choice."""
     ends: Ends | None = None
-    """The only rows that anybody wants of the last layer; None: others, or all."""
+    """The rows whose attention the last layer gives. None: it gives all rows."""
 
     @property
     def device(self) -> torch.device:

@@ -43,6 +43,8 @@ TARGET_GAP_MS, TARGET_ADDED_MS = 100.0, 10.0
 STREAMS, PAUSE_MS = 200, 50
 OPEN, SLOW_MS, REQUESTS_PER_S = 2000, 4000, 300
 WARM_S = 3.0
+CONNECTIONS = {"kept": "over connections that are kept open", "anew": "with a connection of its own each"}
+"""Kind of connection that short requests have -> words for it."""
 
 
 @contextlib.asynccontextmanager
@@ -194,11 +196,10 @@ def storm_table(result: dict[str, Any], streams: int, pause_ms: int) -> str:
 
 def scale_table(result: dict[str, Any], streams: int, rate: float) -> str:
     """The table of `scale` in Markdown."""
-    kinds = {"kept": "over connections that are kept open", "anew": "with a connection of its own each"}
     rows = [
         f"| {name}{where} | {one['tokens']} | {one['added_p50_ms']:.1f} | {one['added_p99_ms']:.1f} | "
         f"{one['client_lag_p99_ms']:.1f} | {one['failures']} |"
-        for kind, told in kinds.items()
+        for kind, told in CONNECTIONS.items()
         for where, what in (("", result[kind]), (", without router", result["plain"][kind]))
         for name, one in (
             (f"{rate:g} requests/s, {told}", what["short"]),
@@ -218,7 +219,7 @@ def scale_table(result: dict[str, Any], streams: int, rate: float) -> str:
                 f"{told.capitalize()}: served {result[kind]['short_requests_per_s']:.0f} requests/s. Processor time, "
                 f"cores: {listed(result[kind]['cores'], '.2f')}; the router's memory: {result[kind]['memory_mib']:.0f} "
                 "MiB.\n"
-                for kind, told in kinds.items()
+                for kind, told in CONNECTIONS.items()
             ),
         )
     )
@@ -245,7 +246,7 @@ async def measure(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], b
             streams = arguments.streams or OPEN
             result = await scale(cluster, arguments.seconds, streams, arguments.rate)
             text = scale_table(result, streams, arguments.rate)
-            holds = all(result[kind]["short"]["added_p99_ms"] <= TARGET_ADDED_MS for kind in ("kept", "anew"))
+            holds = all(result[kind]["short"]["added_p99_ms"] <= TARGET_ADDED_MS for kind in CONNECTIONS)
     return text, result, holds
 
 

@@ -2,8 +2,8 @@
 
 A subclass says how to seal and how to attend. The order of the steps matters. In a prefill batch, queries still read
 the FP16 rows of a page that is sealed already, so the slot is overwritten last. In decode the new row is written first,
-so sealing and attention find it in the slot. In the last layer of a prefill batch few rows are wanted (`Batch.ends`):
-they attend as in decode, when all is written.
+so sealing and attention find it in the slot. If few rows of a prefill batch are wanted (`Batch.ends`), only they attend
+in the last layer: as in decode, once all rows are written.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def write_exact_rows(pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
     offset = 0
     for span in batch.spans:
         end = span.held + span.count
-        last = (end - 1) // pi  # if it is full, only the last layer's `ends` may still read it in the slot
+        last = (end - 1) // pi  # even a full page: its last row may attend alone (`Batch.ends`), and sees it exactly
         for page in (*window.earlier(last), last):
             begin, stop = max(span.held, page * pi), min(end, (page + 1) * pi)
             if begin >= stop:

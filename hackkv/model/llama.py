@@ -106,7 +106,7 @@ class Llama:
         self.device = weights.embed.device
         self.dtype = weights.final_norm.dtype
         self.kernels = kernels or Rowwise()
-        self._heads = spec.num_heads * spec.head_dim
+        self._mixed = spec.num_heads * spec.head_dim
         self._cos_sin = rotation_table(spec.rope, spec.max_context, self.device)
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
@@ -121,7 +121,7 @@ class Llama:
         x = self._embedded(ids)
         normed = self._norm(x, layers[0].input_norm)
         for index, layer in enumerate(layers):
-            mixed = attend(index, *self._qkv(layer, normed, cos_sin)).view(-1, self._heads)
+            mixed = attend(index, *self._qkv(layer, normed, cos_sin)).view(-1, self._mixed)
             last = index + 1 == len(layers)
             if rows is not None and last:
                 x, mixed = x[rows], mixed if len(mixed) == len(rows) else mixed[rows]

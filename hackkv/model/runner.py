@@ -60,7 +60,7 @@ class ModelRunner:
         if self._recorder is not None:
             self._graphs = Graphs(model, codec, self.memory, Spare(num_pages, num_slots), recorded)
         self._last: Batch | None = None
-        # Then a row that reads its prompt from the cache sees what it saw within the prompt.
+        # Without evictions and choices of pages a row sees the same in the cache as within its prompt.
         self._ends_alone = codec.bytes_follow_tokens and codec.decodes_as_prefill
 
     def record(self) -> None:

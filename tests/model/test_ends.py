@@ -37,14 +37,14 @@ CLOSE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A runner, and the number of query rows that attention had in each layer."""
+    """A runner, and the rows that each of its passes got from the attention of the last layer."""
 
     runner: ModelRunner
     queries: list[int]
 
 
-def counted(name: str, settings: dict[str, Any], backend: Backend) -> Counted:
-    """A runner of a small model, whose last layer's output has its own row count noted."""
+def counted(name: str, settings: dict[str, Any], backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """A runner of a small model, and a list that grows by the rows that each pass gets from the last layer."""
     model = tiny_worker("fp16").model
     shape = model.spec.kv_shape
     if "calibration" in settings:
@@ -60,7 +60,7 @@ def counted(name: str, settings: dict[str, Any], backend: Backend) -> Counted:
             queries.append(len(out))
         return out
 
-    setattr(codec, "attend", counting)  # noqa: B010  # mypy knows only the method
+    monkeypatch.setattr(codec, "attend", counting)
     return Counted(ModelRunner(llama, codec, len(PROMPTS) * EACH, len(PROMPTS)), queries)
 
 
@@ -68,9 +68,9 @@ def counted(name: str, settings: dict[str, Any], backend: Backend) -> Counted:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize(("name", "settings"), EVERY, ids=str)
 def test_the_last_row_of_a_prompt_is_what_it_is_among_all_rows(
-    name: str, settings: dict[str, Any], backend: str
+    name: str, settings: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, among = (counted(name, settings, load(backend)) for _ in range(2))
+    alone, among = (counted(name, settings, load(backend), monkeypatch) for _ in range(2))
     held = [0] * len(PROMPTS)
     for run in PASSES:
         spans = [Span(at, held[at], count, tuple(range(at * EACH, (at + 1) * EACH))) for at, count in run]
