@@ -4,7 +4,7 @@
     python -m bench.codecs kernels          measure the kernels first; contenders take turns
     sudo .venv/bin/python -m bench.codecs jct [--rows hack,fp8] [--links 1gbit] [--prompts 4k]
                                             measure job completion times first; continue an earlier run
-                                            of this processor with as many `--threads`
+                                            of this processor with as many --threads
 
 Loss is that of `hackkv eval --model smollm2 --out docs/accuracy`. Times are recorded in codecs.json beside the page.
 `jct` needs root, for network namespaces and tc (Debian: iproute2, util-linux). It asks for a quiet machine.
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", default=",".join(PROMPTS), help="of jct; default: %(default)s")
     parser.add_argument("--work", type=Path, default=Path("build/codecs-jct"), help="where cells of jct are kept")
     parser.add_argument("--threads", type=int, default=1, help="of kernels; in jct, of a node; default: %(default)s")
+    parser.add_argument("--anew", action="store_true", help="jct may drop the recorded times of another machine")
     parser.add_argument("--accuracy", type=Path, default=DOCS / "accuracy", help="the folder of `hackkv eval`")
     parser.add_argument("--out", type=Path, default=DOCS, help="folder of the page; default: docs")
     options = parser.parse_args(argv)
@@ -95,14 +96,20 @@ def measure_jct(options: argparse.Namespace, console: Console) -> None:
     for what, known in ((names, ROWS), (prompts, PROMPTS)):
         if unknown := next((each for each in what if each not in known), None):
             raise ConfigError(f"{unknown!r} is unknown; known: {', '.join(known)}")
-    check_machine(links)
     about = {"machine": jct_machine(options.threads)}
+    before = read_section(options.out, "jct", PAGE)
+    if before and before["machine"] != about["machine"] and not options.anew:
+        # Times of two machines do not belong in one table.
+        raise ConfigError(
+            f"{options.out} has times of {before['machine']}, and these would be of {about['machine']}: "
+            "give another --out, or --anew to drop those"
+        )
+    check_machine(links)
     wanted = Wanted([ROWS[name] for name in names], links, prompts, options.threads)
     for cells in measured(wanted, options.work):
         for name, cell in cells.items():
             console.print(f"{name:34} {cell['mean_e2el_ms'] / 1e3:8.2f} s", markup=False)
         before = read_section(options.out, "jct", PAGE)
-        # Times of two machines do not belong in one table.
         kept = before["cells"] if before and before["machine"] == about["machine"] else {}
         write_section(options.out, "jct", "", {**about, "cells": {**kept, **cells}}, PAGE)
 

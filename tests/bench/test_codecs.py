@@ -16,7 +16,7 @@ from bench.codecs.jct import LINKS, PROMPTS, Record, Wanted, by_key, cells_of, m
 from bench.codecs.rows import ROWS
 from bench.kernels_codecs import FUSED, LEVELS, READ
 from bench.links.cell import Result, run
-from bench.sections import read_section
+from bench.sections import read_section, write_section
 from hackkv.codecs import CODECS, PROJECTED
 from hackkv.packaged import has_smollm2
 from hackkv.timing import Stage, SubStage
@@ -68,6 +68,13 @@ def test_cells_that_were_measured_are_not_measured_again(tmp_path: Path) -> None
     assert by_key(found[1])["1k", "none", "fp8"]["mean_e2el_ms"] == 1001
     assert not list(tmp_path.glob("*.orders"))
     run([], tmp_path)
+
+
+def test_times_of_another_machine_are_not_dropped_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_section(tmp_path, "jct", "", {"machine": "a machine of 1991", "cells": {}}, "codecs")
+    assert main(["jct", "--rows", "hack", "--out", str(tmp_path)]) == 2
+    assert "has times of a machine of 1991" in capsys.readouterr().out
+    assert read_section(tmp_path, "jct", "codecs") == {"machine": "a machine of 1991", "cells": {}}
 
 
 def test_only_the_first_cell_of_a_cluster_warms_it() -> None:

@@ -24,8 +24,6 @@ from hack_kernels.triton.split import Workspace
 
 SMALLEST_GROUP: Final = 16
 """Rows of K and channels of V that decode multiplies at once share a scale."""
-CENTRED_BITS: Final = (4, 5)
-"""Bits of codes around zero."""
 
 
 class GroupTriton(GroupReference):
@@ -87,7 +85,7 @@ def _sides(fmt: GroupFormat, wire: Planes) -> tuple[CodedSide, CodedSide]:
 def takes_groups(fmt: GroupFormat) -> bool:
     """Whether K and V have codes around zero, or are grouped as in KIVI in widths and groups that kernels support."""
     if fmt.k.centre and fmt.v.centre:
-        return {fmt.k.bits, fmt.v.bits} <= set(CENTRED_BITS)
+        return True
     return (fmt.k.by_channel, fmt.v.by_channel) == (True, False) and all(
         side.bits in CODE_BITS and not side.centre and side.group == padded(side.group) >= SMALLEST_GROUP
         for side in (fmt.k, fmt.v)

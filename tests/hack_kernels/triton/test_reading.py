@@ -57,6 +57,7 @@ OTHERS: list[ReadFormat] = [
     *(fmt for fmt in FLOATS if fmt.head_dim <= WIDEST),
     *(GROUPS[i] for i in (0, 1, 4, 5)),
     GroupFormat(96, Grouping(2, 64, by_channel=True), Grouping(4, 16), 64),
+    GroupFormat(128, Grouping(2, 128, centre=1), Grouping(5, 128, centre=15), 32),
 ]
 FORMATS = list(dict.fromkeys([*presets(), *OTHERS]))
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
