@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from hackkv.batch import Span
 from hackkv.canary import check_codec
 from hackkv.canary.meter import Meter
 from hackkv.codecs import CALIBRATED
@@ -18,6 +19,7 @@ from hackkv.errors import ConfigError
 from hackkv.model import find_model, load_model
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.generate import generate
+from hackkv.model.runner import ModelRunner
 from hackkv.model.shipped import smollm2
 from hackkv.model.worker import load_worker
 from hackkv.packaged import SHIPPED, SMOLLM2, has_smollm2
@@ -33,6 +35,14 @@ pytestmark = [
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TOLERANCE = 5e-5
 """Float32 roundings of 30 layers, in units of the logits' standard deviation."""
+ROWS = 600
+SAME_KL = 1e-4
+"""In nats: less than a tenth of the smallest loss of a codec (docs/codecs.md)."""
+
+
+def prose() -> str:
+    """Held-out text without code."""
+    return "\n\n".join(page.text for page in held_out(SHIPPED).documents if not page.is_code)
 
 
 @pytest.fixture(scope="module", autouse=True, name="cache")
@@ -57,6 +67,21 @@ def test_logits_equal_transformers() -> None:
     with torch.inference_mode():
         theirs = oracle(torch.tensor([ids])).logits[0]
     assert ((ours - theirs).abs().max() / theirs.std()).item() < TOLERANCE
+
+
+@pytest.mark.parametrize("codec", ["rot-k3v2", "fp16"])
+def test_the_last_row_of_a_prompt_may_attend_alone(codec: str) -> None:
+    """As served: bfloat16, weights as codes. Log-probabilities of all tokens beside those with all rows attending."""
+    worker = load_worker(ModelConfig(path=SMOLLM2), CodecConfig(name=codec))
+    ids = Tokenizer(find_model(SMOLLM2).path).encode(prose())[:ROWS]
+    pages = tuple(range(worker.layout.pages(ROWS)))
+    hidden = []
+    for wanted in ([1], [2]):
+        runner = ModelRunner(worker.model, worker.codec, len(pages), 1)
+        hidden.append(runner.forward([Span(0, 0, ROWS, pages)], ids, wanted=wanted)[-1:])
+    alone, among = (worker.model.logits(each).float().log_softmax(-1) for each in hidden)
+    assert float((among.exp() * (among - alone)).sum()) < SAME_KL
+    assert torch.equal(alone.argmax(-1), among.argmax(-1))
 
 
 def test_digits_and_spaces_are_cut_as_in_training() -> None:
@@ -99,7 +124,7 @@ def test_the_calibration_that_ships_is_of_this_model(name: str, weights: str) ->
 @pytest.mark.parametrize("weights", ["bf16", "auto"])
 def test_the_calibration_that_ships_helps(weights: str) -> None:
     """The text is one that no calibration has seen. The canary's text is too short: BF16 rounding weighs as much."""
-    text = "\n\n".join(page.text for page in held_out(SHIPPED).documents if not page.is_code)
+    text = prose()
     meter = Meter(ModelConfig(path=SMOLLM2, weights=weights), lambda planned: planned.encode(text[:8192])[:1024])
 
     def loss(codec: CodecConfig) -> float:
