@@ -194,7 +194,7 @@ def wire_bits(pages: Planes, *, by_channel: bool = False) -> float:
     writer, bits = FrameWriter("entropy", 0, wire_form(FORM)), 0.0
     for part in frames(pages):
         ordered = {n: plane.permute(0, 3, 1, 2).contiguous() for n, plane in part.items()} if by_channel else part
-        bits += sum(8 * len(frame.payload) for frame in writer.frames(0, 0, ordered))
+        bits += sum(8 * len(frame.payload) for frame in writer.frames(0, 0, [ordered]))
     return bits
 
 

@@ -23,7 +23,8 @@ from bench.cluster import until
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import FrameRefused, HackkvError
 from hackkv.expected import Expected, open_planes
-from hackkv.framing import FrameLedger, FrameWriter
+from hackkv.framing import FrameWriter
+from hackkv.ledger import FrameLedger
 from hackkv.model.worker import Worker, load_worker
 from hackkv.types import DecodeJob, Fingerprint, Handoff, HandoffEnd, KvFrame, PlaneSpan, Receipt, Request, Sampling
 from transport import methods
@@ -49,14 +50,15 @@ class Conversation:
         self.sealed = worker.footprint.sealed(num_tokens)
         writer = FrameWriter(transfer_id, 0, worker.codec.wire_form)
         frames: list[KvFrame] = []
-        for layer in range(worker.layout.num_layers):
-            if sent := worker.footprint.sent_pages(num_tokens):
+        heads, layers = worker.layout.num_kv_heads, range(worker.layout.num_layers)
+        if sent := worker.footprint.sent_pages(num_tokens):
+            sealed = [_pages(worker.codec.wire_planes[layer], heads, len(sent)) for layer in layers]
+            frames += writer.frames(0, sent.start, sealed)  # all layers in one frame, exact rows layer by layer
+        if rows := worker.footprint.exact_rows(num_tokens):
+            for layer in layers:
                 frames += writer.frames(
-                    layer, sent.start, _pages(worker.codec.wire_planes[layer], worker.layout.num_kv_heads, len(sent))
+                    layer, self.sealed, [_open_page(heads, worker.footprint.widths[layer], rows)], rows
                 )
-            if rows := worker.footprint.exact_rows(num_tokens):
-                planes = _open_page(worker.layout.num_kv_heads, worker.footprint.widths[layer], rows)
-                frames += writer.frames(layer, self.sealed, planes, rows)
         handoff = Handoff(transfer_id, 0, worker.fingerprint, num_tokens)
         self.nouns: list[PushRequest] = [handoff, *frames, writer.end(first_token=5)]
         self.encoded = [encode_push_request(noun) for noun in self.nouns]
@@ -206,7 +208,8 @@ _END: tuple[Change, ...] = (
     _text("transfer_id"),
 )
 _FRAME: tuple[Change, ...] = (
-    *map(_number, ("epoch", "seq", "layer", "head_start", "head_count", "page_start", "page_count", "rows")),
+    *map(_number, ("epoch", "seq", "layer", "layer_count", "head_start", "head_count", "page_start")),
+    *map(_number, ("page_count", "rows")),
     _text("transfer_id"),
     _payload,
     _planes,

@@ -49,7 +49,7 @@ class Passes:
 
                 def ship(layer: int) -> None:
                     def cut(part: Leaving, planes: Planes) -> None:
-                        for _ in writer.frames(layer, first + part.first, planes, 0):
+                        for _ in writer.frames(layer, first + part.first, [planes], 0):
                             pass
 
                     memory.lanes.written()

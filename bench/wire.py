@@ -34,7 +34,7 @@ async def make_frames(count: int, payload: bytes) -> AsyncIterator[KvFrame | Han
         PlaneSpan(name, len(payload) // 4, len(payload) // 4, 0) for name in ("k.codes", "k.ms", "v.codes", "v.ms")
     )
     for seq in range(count):
-        yield KvFrame("bench", 0, seq, seq, 0, 8, 0, 32, 0, planes, payload)
+        yield KvFrame("bench", 0, seq, seq, 1, 0, 8, 0, 32, 0, planes, payload)
     yield HandoffEnd("bench", 0, count, 1, checksum=0)
 
 

@@ -26,7 +26,8 @@ from bench.wire_links import LINKS, link_row
 from hackkv.batch import Span
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.expected import Expected
-from hackkv.framing import FrameLedger, FrameWriter
+from hackkv.framing import FrameWriter
+from hackkv.ledger import FrameLedger
 from hackkv.model.runner import ModelRunner
 from hackkv.model.shipped import find_model
 from hackkv.model.worker import Worker, load_worker
@@ -157,7 +158,7 @@ def measure(worker: Worker, sealed: list[tuple[int, int, Planes]], form: WireFor
     for _ in range(REPEATS):
         writer = FrameWriter("bench", 0, form)
         began = thread_time()
-        frames = [frame for layer, first, planes in sealed for frame in writer.frames(layer, first, planes)]
+        frames = [frame for layer, first, planes in sealed for frame in writer.frames(layer, first, [planes])]
         cost.encode_s = min(cost.encode_s, thread_time() - began)
         cost.decode_s = min(cost.decode_s, open_all(worker, frames, form))
     for frame in frames:

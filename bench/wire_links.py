@@ -11,7 +11,8 @@ from typing import Final
 from hack_kernels.base import Planes
 
 from hackkv.expected import Expected
-from hackkv.framing import FrameLedger, FrameWriter
+from hackkv.framing import FrameWriter
+from hackkv.ledger import FrameLedger
 from hackkv.model.worker import Worker
 from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, Receipt
 from hackkv.wire_choice import CODER
@@ -41,7 +42,7 @@ class PacedLink:
         expected = Expected(self._worker.layout, codec.wire_planes, self._tokens, self._worker.footprint, self._form)
         ledger = FrameLedger("bench", 0, expected)
         loop, free_at, self.sent = asyncio.get_running_loop(), perf_counter(), 0
-        landed = list[asyncio.Future[Planes]]()
+        landed = list[asyncio.Future[tuple[Planes, ...]]]()
         with ThreadPoolExecutor(1) as landing:
             async with closing(frames):
                 async for item in frames:
@@ -66,7 +67,7 @@ async def written(sealed: Sealed, form: WireForm) -> AsyncIterator[KvFrame | Han
 
     def write() -> None:
         for layer, first, planes in sealed:
-            for frame in writer.frames(layer, first, planes):
+            for frame in writer.frames(layer, first, [planes]):
                 loop.call_soon_threadsafe(queue.put_nowait, frame)
         loop.call_soon_threadsafe(queue.put_nowait, writer.end(0))
 

@@ -34,8 +34,8 @@ from hackkv.errors import (
     TransferError,
 )
 from hackkv.expected import Expected, expected_of
-from hackkv.framing import FrameLedger
 from hackkv.held import HeldKv
+from hackkv.ledger import FrameLedger
 from hackkv.model.runner import ModelRunner
 from hackkv.page_names import PageName
 from hackkv.types import DecodeJob, Fingerprint, Handoff, HandoffEnd, KvFrame, Receipt

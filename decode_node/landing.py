@@ -79,10 +79,10 @@ class LandingStrip:
 
     def _land(self, grant: LandingGrant, checked: CheckedFrame) -> float:
         began = perf_counter()
-        planes, runs = checked.open(), self._memory.footprint.runs(grant.rows, grant.exact)
+        layers, runs = checked.open(), self._memory.footprint.runs(grant.rows, grant.exact)
         with grant.lock, self._memory.lanes.arriving():
             grant.check(checked.frame.transfer_id)
-            self._memory.install_frame(checked.frame, planes, grant.held.pages, grant.held.slot, runs)
+            self._memory.install_frame(checked.frame, layers, grant.held.pages, grant.held.slot, runs)
         return perf_counter() - began
 
     def _seal(self, grant: LandingGrant, transfer_id: str) -> None:
@@ -96,4 +96,4 @@ class LandingStrip:
             grant.check(writer.transfer_id)
             leaving = self._memory.export(layer, grant.held.pages[pages.start : pages.stop])
             parts = [(pages.start + part.first, part.own()) for part in leaving]
-        return [frame for first, planes in parts for frame in writer.frames(layer, first, planes)]
+        return [frame for first, planes in parts for frame in writer.frames(layer, first, [planes])]

@@ -73,7 +73,7 @@ class Lender:
                 for frame in await self._strip.lift(grant, layer, range(first, min(sent.stop, first + step)), writer):
                     yield self._counted(frame)
             if rows is not None:
-                for frame in await asyncio.to_thread(list, writer.frames(layer, end, rows.exact[layer], exact_rows)):
+                for frame in await asyncio.to_thread(list, writer.frames(layer, end, [rows.exact[layer]], exact_rows)):
                     yield self._counted(frame)
         self.counts.pages += end - handoff.held.pages
         yield writer.end(0)

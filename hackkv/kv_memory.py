@@ -116,16 +116,17 @@ class KvMemory:
         self.lanes.bring(_ids([pages[number] for number in numbers]), where, seal)
 
     def install_frame(
-        self, frame: KvFrame, planes: Planes, pages: Sequence[int], slot: int, runs: Sequence[slice]
+        self, frame: KvFrame, layers: Sequence[Planes], pages: Sequence[int], slot: int, runs: Sequence[slice]
     ) -> None:
-        """Write a frame's planes to the pages that a sequence holds, or its exact rows to these runs of `slot`."""
+        """Write each layer's planes of a frame to the pages that a sequence holds, or its exact rows to these runs of
+        `slot`."""
         heads = range(frame.head_start, frame.head_start + frame.head_count)
-        resident = lies_on_device(frame)
-        if frame.rows:
-            self.install_rows(frame.layer, heads, slot, runs, planes, resident=resident)
-        else:
-            due = pages[frame.page_start : frame.page_start + frame.page_count]
-            self.install(frame.layer, heads, due, planes, resident=resident)
+        due, resident = pages[frame.page_start : frame.page_start + frame.page_count], lies_on_device(frame)
+        for layer, planes in zip(frame.layers, layers, strict=True):
+            if frame.rows:
+                self.install_rows(layer, heads, slot, runs, planes, resident=resident)
+            else:
+                self.install(layer, heads, due, planes, resident=resident)
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy the exact rows of a sequence that holds `rows` rows from one slot to another. Only the computing thread

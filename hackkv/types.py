@@ -179,17 +179,20 @@ class Payload(Sized, SupportsBytes, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KvFrame:
-    """Pages [page_start, page_start + page_count) of KV heads [head_start, head_start + head_count) of one layer.
+    """Pages [page_start, page_start + page_count) of KV heads [head_start, head_start + head_count) of layers
+    [layer, layer + layer_count).
 
-    `seq` counts the frames of a handoff from 0. The payload is the planes one after another, in the order of `planes`;
-    each plane is laid out [heads][pages][plane shape], so any split by head can cut it. `rows` is 0 for sealed pages;
-    for the open page it is the number of FP16 rows (page_count is then 1, plane shape [rows, head_dim]).
+    `seq` counts the frames of a handoff from 0. The payload is the planes one after another, layer by layer, in the
+    order of `planes`; layers may have other planes than their neighbours. Each plane is laid out
+    [heads][pages][plane shape], so any split by head can cut it. `rows` is 0 for sealed pages; for the open page it is
+    the number of FP16 rows (page_count is then 1, plane shape [rows, head_dim]).
     """
 
     transfer_id: str
     epoch: int
     seq: int
     layer: int
+    layer_count: int
     head_start: int
     head_count: int
     page_start: int
@@ -199,6 +202,11 @@ class KvFrame:
     payload: Payload = field(repr=False)
     header_bytes: int = field(default=0, compare=False)
     """Bytes of the received message beside the payload. The receiving wire sets it; it is not sent."""
+
+    @property
+    def layers(self) -> range:
+        """The layers whose pages are in the frame."""
+        return range(self.layer, self.layer + self.layer_count)
 
 
 @dataclass(frozen=True, slots=True)

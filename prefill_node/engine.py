@@ -2,65 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from time import perf_counter
 
 import torch
-from hack_kernels.base import Planes
 from torch import Tensor
 
 from hackkv.batch import Span
 from hackkv.choices import Eviction
-from hackkv.codec import rows_held
 from hackkv.errors import SequenceError
-from hackkv.framing import FrameWriter
-from hackkv.guide import Guide
 from hackkv.kv_memory import HostPages
-from hackkv.lanes import Departures
-from hackkv.logprobs import PromptLogprobs
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, sample
-from hackkv.types import HandoffEnd, KvFrame, PrefillJob, Token
-from hackkv.wire_form import RAW, WireForm
+from hackkv.types import Token
 from prefill_node.config import SCORED_ROWS
 from prefill_node.host_places import Moves
+from prefill_node.outgoing import Emit, OutgoingKv
 from prefill_node.scheduler import Chunk
-
-Emit = Callable[["Work", KvFrame | HandoffEnd], None]
-"""Takes a frame of a job; called from the engine's thread."""
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """A job, and its state from pass to pass."""
-
-    job: PrefillJob
-    queued_at: float
-    form: WireForm = RAW
-    """The wire form of its frames."""
-    guide: Guide | None = None
-    """Set if the request has a grammar."""
-    writer: FrameWriter = field(init=False)
-    started_at: float | None = None
-    finished_at: float = 0.0
-    """When token 0 was chosen (perf_counter)."""
-    sent_pages: dict[int, int] = field(default_factory=dict)
-    """Pages that have left or that the decode node held, by layer; a repeated pass does not send them again."""
-    quantize_s: float = 0.0
-    wire_encode_s: float = 0.0
-    prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
-
-    def __post_init__(self) -> None:
-        self.writer = FrameWriter(self.job.transfer_id, self.job.epoch, self.form)
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """Token 0 of a prompt, which is complete."""
-
-    work: Work
-    token: Token
+from prefill_node.work import FirstToken, Work
 
 
 class PrefillEngine:
@@ -70,30 +29,28 @@ class PrefillEngine:
         self._runner = runner
         self._host_pages = host_pages
         self._emit = emit
-        self._encode_s = 0.0
-        """Seconds spent on frames so far."""
 
     @torch.inference_mode()
     def step(self, chunks: list[Chunk[Work]], moves: Moves) -> list[FirstToken]:
         """Run one pass, after `moves`. Raises `SequenceError` whose `span` is the index of the chunk at fault."""
-        began, lanes = perf_counter(), self._runner.memory.lanes
-        quantized, encoded = self._runner.codec.quantize_s, self._encode_s
+        began, codec, memory = perf_counter(), self._runner.codec, self._runner.memory
+        quantized, out = codec.quantize_s, OutgoingKv(memory, codec, self._emit)
         for chunk in chunks:
             work = chunk.prompt.owner
             work.started_at = began if work.started_at is None else work.started_at
         ids = [token for chunk in chunks for token in self._prompt_ids(chunk)]
         spans, wanted = [_span(chunk) for chunk in chunks], [_wanted(chunk) for chunk in chunks]
-        with lanes.computing(), Departures(lanes) as out:
+        with memory.lanes.computing(), out:
             self._move(moves)
             hidden = self._runner.forward(spans, ids, lambda layer: self._ship_layer(layer, chunks, out), wanted)
             # Sampling can fail. It comes before evictions and sums, which a repeated pass must not do twice.
             tokens = self._sample(chunks, hidden)
-            if self._runner.codec.eviction is not None:
-                self._evict_and_ship(self._runner.codec.eviction, chunks, out)
+            if codec.eviction is not None:
+                self._evict_and_ship(codec.eviction, chunks, out)
         for chunk, rows in _rows(chunks, hidden):
             work = chunk.prompt.owner
-            work.quantize_s += self._runner.codec.quantize_s - quantized
-            work.wire_encode_s += self._encode_s - encoded
+            work.quantize_s += codec.quantize_s - quantized
+            work.wire_encode_s += out.encode_s
             self._score_prompt(chunk, rows)
         return self._first_tokens(tokens)
 
@@ -117,14 +74,14 @@ class PrefillEngine:
         for install in moves.installs:
             install.write(self._runner.memory)
 
-    def _ship_layer(self, layer: int, chunks: list[Chunk[Work]], out: Departures) -> None:
+    def _ship_layer(self, layer: int, chunks: list[Chunk[Work]], out: OutgoingKv) -> None:
         """Send a layer's sealed pages that have not left, and the exact rows of prompts that this pass completes."""
         if self._runner.codec.eviction is None:
             self._runner.memory.lanes.written()
             for chunk in chunks:
-                self._ship(layer, chunk, chunk.start + chunk.count, out)
+                out.ship(layer, chunk, chunk.start + chunk.count)
 
-    def _evict_and_ship(self, eviction: Eviction, chunks: list[Chunk[Work]], out: Departures) -> None:
+    def _evict_and_ship(self, eviction: Eviction, chunks: list[Chunk[Work]], out: OutgoingKv) -> None:
         """Evict rows of the prompts that this pass completes, then send their pages.
 
         The rows that stay are known only when all are computed. So no page of a prompt leaves before its last pass.
@@ -137,33 +94,7 @@ class PrefillEngine:
             for layer in range(len(pools)):
                 eviction.evict(layer, pools, whole)
                 self._runner.memory.lanes.written()
-                self._ship(layer, chunk, eviction.rows_held(chunk.prompt.num_tokens), out)
-
-    def _ship(self, layer: int, chunk: Chunk[Work], rows: int, out: Departures) -> None:
-        """Send the sealed pages of a prompt's first `rows` rows that have not left. With the last chunk, also send the
-        exact rows. A page travels either sealed or as exact rows."""
-        work, memory = chunk.prompt.owner, self._runner.memory
-        if not work.job.handoff:
-            return
-        sizes, held = memory.footprint, work.job.held
-        due = sizes.sent_pages(rows_held(self._runner.codec, chunk.prompt.num_tokens), held)
-        first, sealed = work.sent_pages.get(layer, due.start), sizes.sealed(rows)
-        last = min(sealed, due.stop)
-        if last > first:
-            parts = memory.export(layer, chunk.grant.pages[first:last])
-            out.send(parts, lambda part, planes: self._send(work, layer, first + part.first, planes))
-        exact_rows = sizes.exact_rows(rows, held.exact)
-        if chunk.is_last and exact_rows and first <= sealed:
-            part = memory.export_rows(layer, chunk.grant.slot, rows, held.exact)
-            out.send(iter((part,)), lambda _, planes: self._send(work, layer, sealed, planes, exact_rows))
-
-    def _send(self, work: Work, layer: int, first: int, planes: Planes, exact_rows: int = 0) -> None:
-        """Send a layer's pages from number `first` on, or the exact rows after them."""
-        before = work.writer.encode_s
-        for frame in work.writer.frames(layer, first, planes, exact_rows):
-            self._emit(work, frame)
-        work.sent_pages[layer] = first + next(iter(planes.values())).shape[1]
-        self._encode_s += work.writer.encode_s - before
+                out.ship(layer, chunk, eviction.rows_held(chunk.prompt.num_tokens))
 
     def _score_prompt(self, chunk: Chunk[Work], rows: Tensor) -> None:
         """Compute log-probabilities of the prompt's own tokens, if the request asks: row i predicts token i + 1."""

@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # the pool of page numbers uses this module and must load no 
 
     from hackkv.kv_memory import KvMemory
 
-Part: TypeAlias = "tuple[KvFrame, Planes]"
-"""A frame without its payload, and the planes of the payload."""
+Part: TypeAlias = "tuple[KvFrame, tuple[Planes, ...]]"
+"""A frame without its payload, and the payload's planes, by layer."""
 
 
 class Fetched:
@@ -81,12 +81,12 @@ class Install:
         """Write everything. No other sequence may use these pages and this slot."""
         runs = memory.footprint.runs(self.rows)
         with memory.lanes.arriving():
-            for frame, planes in self.parts:
+            for frame, layers in self.parts:
                 skipped = 0 if frame.rows else self.first - frame.page_start
                 if skipped > 0:
                     frame = replace(frame, page_start=self.first, page_count=frame.page_count - skipped)
-                    planes = {name: plane[:, skipped:] for name, plane in planes.items()}
+                    layers = tuple({name: plane[:, skipped:] for name, plane in each.items()} for each in layers)
                 if frame.page_count > 0:
-                    memory.install_frame(frame, planes, self.pages, self.slot, runs)
-            for layer in {frame.layer for frame, _ in self.parts}:
+                    memory.install_frame(frame, layers, self.pages, self.slot, runs)
+            for layer in {layer for frame, _ in self.parts for layer in frame.layers}:
                 memory.seal_rows(layer, self.pages, self.slot, self.rows, self.first)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from hackkv.errors import FrameRefused, HackkvError, Overloaded
 from hackkv.expected import Expected, expected_of
-from hackkv.framing import FrameLedger
 from hackkv.held import HeldKv
+from hackkv.ledger import FrameLedger
 from hackkv.model.worker import Worker
 from hackkv.types import WIRE_FORM, Fingerprint, Handoff, HandoffEnd, PrefillJob
 from hackkv.wire_form import wire_form
@@ -152,8 +152,8 @@ class Fetches:
                     ledger.finish(item)
                     fetched.parts = tuple(parts)
                     return
-                planes = await asyncio.to_thread(ledger.check(item).open)
-                parts.append((replace(item, payload=b""), planes))
+                layers = await asyncio.to_thread(ledger.check(item).open)
+                parts.append((replace(item, payload=b""), layers))
                 fetched.received_bytes += len(item.payload)
         raise FrameRefused("the stream ended before its end frame", "truncated")
 

@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hackkv.errors import HackkvError, SequenceError
 from hackkv.heap import REST_S, within
-from prefill_node.engine import FirstToken, PrefillEngine, Work
+from prefill_node.engine import PrefillEngine
 from prefill_node.fetch_choice import PassSpeed
 from prefill_node.prefix_pool import PrefixPool
 from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
+from prefill_node.work import FirstToken, Work
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from hackkv.page_names import Naming, PageName, pack_marks
 from hackkv.types import HandoffEnd, KvFrame, Prefilled, PrefillEvent, PrefillJob, Role
 from prefill_node.config import PrefillSettings
 from prefill_node.drain_rate import DrainRate
-from prefill_node.engine import FirstToken, PrefillEngine, Work
+from prefill_node.engine import PrefillEngine
 from prefill_node.fetches import Fetches, PlannedFetch
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.intake import Intake
@@ -30,6 +30,7 @@ from prefill_node.prefix_pool import PrefixPool, SharedPage
 from prefill_node.resume_points import ResumePoints
 from prefill_node.scheduler import PrefillScheduler, Prompt
 from prefill_node.shipment import FrameKind, Patience, Shipment
+from prefill_node.work import FirstToken, Work
 from transport.base import KvSender
 
 log = logging.getLogger(__name__)

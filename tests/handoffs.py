@@ -16,7 +16,8 @@ from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.expected import Expected
-from hackkv.framing import FrameLedger, FrameWriter
+from hackkv.framing import FrameWriter
+from hackkv.ledger import FrameLedger
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape
 from hackkv.wire_form import WIRE_FORMS, WireForm, wire_form
 
@@ -92,9 +93,10 @@ def ship(
     head_dim: int = 64,
     tokens: int = 75,
     step: int = 2,
+    together: int = 1,
     form: WireForm | None = None,
 ) -> Shipment:
-    """Random bytes for every plane, written layer by layer for every `step` pages, then the exact rows.
+    """Random bytes for every plane, written for every `step` pages, then the exact rows: `together` layers at a time.
 
     The wire form is `form`; by default the codec's.
     """
@@ -105,19 +107,21 @@ def ship(
     writer, content, frames = FrameWriter("t-1", 4, form), Content(), list[KvFrame]()
     sizes = footprint_of(made, layout)
     sealed, sent, rest = sizes.sealed(tokens), sizes.sent_pages(tokens), sizes.exact_rows(tokens)
+    groups = [range(layer, min(layer + together, layers)) for layer in range(0, layers, together)]
     for first in sent[::step]:
         count = min(step, sent.stop - first)
-        for layer in range(layers):
-            planes = {plane.name: random_plane(plane, heads, count, generator) for plane in made.wire_planes[layer]}
-            content[layer, first] = planes
-            frames += writer.frames(layer, first, planes)
-    for layer in range(layers) if rest else ():
-        rows = {
-            name: random_bytes((heads, 1, rest, sizes.widths[layer]), torch.float16, generator)
-            for name in ("open_k", "open_v")
-        }
-        content[layer, sealed] = rows
-        frames += writer.frames(layer, sealed, rows, rest)
+        for group in groups:
+            for layer in group:
+                planes = {plane.name: random_plane(plane, heads, count, generator) for plane in made.wire_planes[layer]}
+                content[layer, first] = planes
+            frames += writer.frames(group[0], first, [content[layer, first] for layer in group])
+    for group in groups if rest else ():
+        for layer in group:
+            content[layer, sealed] = {
+                name: random_bytes((heads, 1, rest, sizes.widths[layer]), torch.float16, generator)
+                for name in ("open_k", "open_v")
+            }
+        frames += writer.frames(group[0], sealed, [content[layer, sealed] for layer in group], rest)
     return Shipment(layout, made, form, tokens, content, frames, writer.end(17))
 
 

@@ -45,9 +45,9 @@ def on_device(frame: KvFrame, xxh3_64: Xxh3 = fake_nccl.on_host) -> KvFrame:
 def accepted_alike(shipment: Shipment, xxh3_64: Xxh3) -> None:
     here, there = shipment.ledger(), shipment.ledger()
     for frame in shipment.frames:
-        planes = here.accept(frame)
-        for name, plane in there.accept(on_device(frame, xxh3_64)).items():
-            assert same_bytes(plane, planes[name]), name
+        for planes, others in zip(here.accept(frame), there.accept(on_device(frame, xxh3_64)), strict=True):
+            for name, plane in others.items():
+                assert same_bytes(plane, planes[name]), name
     there.finish(shipment.end)
 
 
@@ -97,7 +97,9 @@ def narrow_ring(seed: int) -> Iterator[list[RubbishRing]]:
 def test_what_lies_on_a_device_is_written_to_pages_from_there(codec: str) -> None:
     """The write uses no slot of the ring, and happens in the turn of the lane for arrivals."""
     worker = tiny_worker(codec)
-    shipment = ship(codec, tokens=2 * PI + 5, layers=worker.layout.num_layers, heads=worker.layout.num_kv_heads)
+    shipment = ship(
+        codec, tokens=2 * PI + 5, layers=worker.layout.num_layers, heads=worker.layout.num_kv_heads, together=2
+    )
     pages, ends = (3, 1, 2), list[list[Tensor]]()
     for resident in (False, True):
         if resident:
@@ -108,9 +110,8 @@ def test_what_lies_on_a_device_is_written_to_pages_from_there(codec: str) -> Non
         expected = shipment.expected()
         runs = memory.footprint.runs(shipment.num_tokens)
         for frame in shipment.frames:
-            checked = CheckedFrame(
-                on_device(frame) if resident else frame, expected.planes(frame.layer, frame.rows), expected.form
-            )
+            planes = tuple(expected.planes(layer, frame.rows) for layer in frame.layers)
+            checked = CheckedFrame(on_device(frame) if resident else frame, planes, expected.form)
             with memory.lanes.arriving():
                 memory.install_frame(checked.frame, checked.open(), pages, 1, runs)
         ends.append([x for pool in memory.pools for x in (*pool.planes.values(), pool.open_k, pool.open_v)])

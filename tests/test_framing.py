@@ -17,8 +17,9 @@ from hackkv.codec import planes_bytes
 from hackkv.codec_footprint import fp16_bytes
 from hackkv.codecs import CODECS
 from hackkv.errors import FrameRefused
-from hackkv.framing import FrameLedger, handoff_end, lacked_part, reissued
+from hackkv.framing import handoff_end, lacked_part, reissued
 from hackkv.held import HeldKv
+from hackkv.ledger import FrameLedger
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape
 from tests.handoffs import codec_of, rows_of, same_bytes, ship
 
@@ -31,28 +32,31 @@ from tests.handoffs import codec_of, rows_of, same_bytes, ship
     head_dim=st.sampled_from([64, 96]),
     tokens=st.integers(1, 230),
     step=st.integers(1, 8),
+    together=st.integers(1, 3),
     frame_pages=st.integers(0, 4),
 )
 def test_what_is_written_is_read_back(
-    codec: str, layers: int, heads: int, head_dim: int, tokens: int, step: int, frame_pages: int
+    codec: str, layers: int, heads: int, head_dim: int, tokens: int, step: int, together: int, frame_pages: int
 ) -> None:
     """For every codec, shape, chunking and frame size, pages come bit-exact and once, and no frame exceeds the cap."""
     wire_planes = codec_of(codec, KvShape(layers, heads, head_dim)).wire_planes
     cap = frame_pages * heads * max(map(planes_bytes, wire_planes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(framing, "MAX_FRAME_BYTES", cap)
-        shipment = ship(codec, layers=layers, heads=heads, head_dim=head_dim, tokens=tokens, step=step)
+        shipment = ship(
+            codec, layers=layers, heads=heads, head_dim=head_dim, tokens=tokens, step=step, together=together
+        )
     ledger = shipment.ledger()
     for seq, frame in enumerate(shipment.frames):
         assert frame.seq == seq
         assert len(frame.payload) <= cap or frame.page_count == frame.head_count == 1
         first = max(page for layer, page in shipment.content if layer == frame.layer and page <= frame.page_start)
-        planes, offset = shipment.content[frame.layer, first], frame.page_start - first
-        accepted = ledger.accept(frame)
-        assert list(accepted) == list(planes)
-        heads_sent = slice(frame.head_start, frame.head_start + frame.head_count)
-        for name, plane in accepted.items():
-            assert same_bytes(plane, planes[name][heads_sent, offset : offset + frame.page_count]), name
+        offset, heads_sent = frame.page_start - first, slice(frame.head_start, frame.head_start + frame.head_count)
+        for layer, accepted in zip(frame.layers, ledger.accept(frame), strict=True):
+            planes = shipment.content[layer, first]
+            assert list(accepted) == list(planes)
+            for name, plane in accepted.items():
+                assert same_bytes(plane, planes[name][heads_sent, offset : offset + frame.page_count]), name
     ledger.finish(shipment.end)
     assert shipment.end == handoff_end("t-1", 4, len(shipment.frames), 17)
 
@@ -66,8 +70,8 @@ def test_head_ranges_are_accepted_in_any_cut(codec: str, heads: tuple[int, ...])
     for (layer, page), planes in shipment.content.items():
         for start, stop in reversed(list(pairwise(heads))):
             part = {name: plane[start:stop] for name, plane in planes.items()}
-            (frame,) = writer.frames(layer, page, part, rows_of(part), head_start=start)
-            accepted = ledger.accept(frame)
+            (frame,) = writer.frames(layer, page, [part], rows_of(part), head_start=start)
+            (accepted,) = ledger.accept(frame)
             assert all(same_bytes(accepted[name], plane) for name, plane in part.items())
     ledger.finish(writer.end(0))
 
@@ -163,7 +167,7 @@ def test_every_page_that_is_missing_is_missed() -> None:
         ledger, writer = shipment.ledger(), shipment.writer()
         for (layer, page), planes in shipment.content.items():
             if (layer, page) != left_out:
-                for frame in writer.frames(layer, page, planes, rows_of(planes)):
+                for frame in writer.frames(layer, page, [planes], rows_of(planes)):
                     ledger.accept(frame)
         where = f"the first is layer {left_out[0]}, KV head 0, page {left_out[1]}"
         with pytest.raises(FrameRefused, match=where) as caught:
@@ -188,11 +192,12 @@ def test_fp16_bytes_are_two_bytes_for_each_number_of_k_and_v() -> None:
     assert fp16_bytes(KvLayout(32, 8, 128, 64), 1) == 128 * 1024
 
 
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("held", [HeldKv(pages, exact) for pages in range(5) for exact in sorted({0, pages})], ids=str)
 @pytest.mark.parametrize("codec", sorted(CODECS))
-def test_what_the_receiver_holds_is_cut_off_and_must_not_come(codec: str, held: HeldKv) -> None:
+def test_what_the_receiver_holds_is_cut_off_and_must_not_come(codec: str, held: HeldKv, together: int) -> None:
     """However frames are cut, the parts that remain are a whole handoff of the other pages, bit-exact."""
-    shipment = ship(codec, tokens=4 * 32 + 11, step=3)
+    shipment = ship(codec, tokens=4 * 32 + 11, step=3, together=together)
     expected, frames = replace(shipment.expected(), held=held), list[KvFrame]()
     for frame in shipment.frames:
         part = lacked_part(frame, expected)
@@ -202,10 +207,11 @@ def test_what_the_receiver_holds_is_cut_off_and_must_not_come(codec: str, held: 
     for frame in frames:
         first = max(page for layer, page in shipment.content if layer == frame.layer and page <= frame.page_start)
         offset = frame.page_start - first
-        for name, plane in ledger.accept(frame).items():
-            whole = shipment.content[frame.layer, first][name]
-            due = whole[:, :, -frame.rows :] if frame.rows else whole[:, offset:][:, : frame.page_count]
-            assert same_bytes(plane, due)
+        for layer, planes in zip(frame.layers, ledger.accept(frame), strict=True):
+            for name, plane in planes.items():
+                whole = shipment.content[layer, first][name]
+                due = whole[:, :, -frame.rows :] if frame.rows else whole[:, offset:][:, : frame.page_count]
+                assert same_bytes(plane, due)
     ledger.finish(handoff_end("t-1", 4, len(frames), 17))
     assert all(frame.rows in (0, expected.exact_rows) for frame in frames)
     head, exact = shipment.frames[0], shipment.frames[-1]
@@ -226,7 +232,7 @@ def test_a_page_travels_sealed_or_as_exact_rows(codec: str) -> None:
     assert sorted((*expected.sent_pages, *exact)) == list(range(expected.sealed))
     for page in exact:
         planes = {plane.name: torch.zeros((2, 1, *plane.shape), dtype=plane.dtype) for plane in expected.planes(0, 0)}
-        (frame,) = shipment.writer().frames(0, page, planes)
+        (frame,) = shipment.writer().frames(0, page, [planes])
         with pytest.raises(FrameRefused, match="some come as exact rows") as caught:
             shipment.ledger().accept(frame)
         assert caught.value.reason == "range"

@@ -13,7 +13,7 @@ import xxhash
 
 from hackkv.codecs import CODECS
 from hackkv.errors import FrameRefused
-from hackkv.framing import FrameLedger
+from hackkv.ledger import FrameLedger
 from hackkv.types import KvFrame, PlaneSpan
 from tests.handoffs import Shipment, changed_span, ship
 
@@ -37,6 +37,10 @@ FLAWS: dict[str, tuple[Callable[[KvFrame], KvFrame], str, str]] = {
     "out of order": (lambda f: replace(f, seq=3), "order", "frame 3 arrived where 2 was due"),
     "the same pages again": (lambda f: replace(f, page_start=f.page_start - 2), "duplicate", "came twice"),
     "no such layer": (lambda f: replace(f, layer=2), "range", r"layer range 2\+1 does not lie in 2"),
+    "more layers than there are": (lambda f: replace(f, layer_count=3), "range", r"layer range 0\+3 does not lie in 2"),
+    "more layers than planes": (lambda f: replace(f, layer_count=2), "planes", "planes"),
+    "no layers": (lambda f: replace(f, layer_count=0), "range", r"layer range 0\+0"),
+    "too many layers": (lambda f: replace(f, layer_count=2**40), "range", "layer range"),
     "a negative layer": (lambda f: replace(f, layer=-1), "range", r"layer range -1\+1"),
     "no such head": (lambda f: replace(f, head_start=1), "range", r"KV head range 1\+2 does not lie in 2"),
     "no heads": (lambda f: replace(f, head_count=0), "range", r"KV head range 0\+0"),
@@ -195,10 +199,10 @@ def test_sizes_that_a_page_cannot_hold_are_refused(name: str, first: int, last: 
     planes = dict(shipment.content[1, 0])
     spoilt = planes[name].clone()
     spoilt[-1, -1, 0], spoilt[-1, -1, -1] = first, last
-    (good,) = shipment.writer().frames(0, 0, shipment.content[0, 0])
+    (good,) = shipment.writer().frames(0, 0, [shipment.content[0, 0]])
     writer, ledger = shipment.writer(), shipment.ledger()
-    list(writer.frames(0, 0, shipment.content[0, 0]))
-    (bad,) = writer.frames(1, 0, planes | {name: spoilt})
+    list(writer.frames(0, 0, [shipment.content[0, 0]]))
+    (bad,) = writer.frames(1, 0, [planes | {name: spoilt}])
     ledger.accept(good)
     with pytest.raises(FrameRefused, match=f"plane {name}, layer 1, frame 1 has sizes below 0, or beyond") as caught:
         ledger.accept(bad)

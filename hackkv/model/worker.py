@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 CALIBRATION: Final = "calibration"
 """The codec setting that names a calibration file."""
 
-WIRE_VERSION = "6"
+WIRE_VERSION = "7"
 """Version of all that two nodes must agree on, down to the codes that stochastic rounding gives."""
 
 SHARE_TOKENS: Final = 2048

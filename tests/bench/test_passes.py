@@ -21,9 +21,9 @@ def test_a_shipped_pass_frames_every_page_that_it_fills(
     worker, framed = tiny_worker("hack"), dict[int, list[int]]()
     passes, frames = Passes(ModelRunner(worker.model, worker.codec, 4, 1), 4), FrameWriter.frames
 
-    def noted(writer: FrameWriter, layer: int, first: int, planes: Planes, exact: int) -> Iterator[KvFrame]:
-        framed.setdefault(layer, []).extend(range(first, first + next(iter(planes.values())).shape[1]))
-        return frames(writer, layer, first, planes, exact)
+    def noted(writer: FrameWriter, layer: int, first: int, layers: list[Planes], exact: int) -> Iterator[KvFrame]:
+        framed.setdefault(layer, []).extend(range(first, first + next(iter(layers[0].values())).shape[1]))
+        return frames(writer, layer, first, layers, exact)
 
     if start:
         passes.fill(1, start)

@@ -81,11 +81,11 @@ def planned(
         codec.layers[layer].kernels.seal(layer, pool, ids, ids * codec.page_tokens, k, v)
         planes = codec.to_wire(layer, pool, ids)
         for page in worker.footprint.sent_pages(TOKENS):
-            items += writer.frames(layer, page, {name: plane[:, page : page + 1] for name, plane in planes.items()})
+            items += writer.frames(layer, page, [{name: plane[:, page : page + 1] for name, plane in planes.items()}])
         exact = worker.footprint.exact_rows(TOKENS)
         held = (2, 1, exact, codec.formats[layer].head_dim)
         rows = {name: torch.full(held, layer + 0.5, dtype=torch.float16) for name in ("open_k", "open_v")}
-        items += writer.frames(layer, 2, rows, exact)
+        items += writer.frames(layer, 2, [rows], exact)
     return [*items, writer.end(9)]
 
 

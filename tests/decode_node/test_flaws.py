@@ -52,8 +52,8 @@ async def test_a_prefill_node_that_drops_a_handoff_is_reported_to_the_decode_cal
         events = nodes.decode.decode(DecodeJob(request, "r", 0))
         assert await anext(events) == Reserved()
         sending = asyncio.create_task(drain(nodes, PrefillJob(request, "r", 0, nodes.address)))
-        codec.permits.release(1)
-        for _ in range(2):
+        codec.permits.release(2)  # the first pass, at whose end a frame leaves
+        for _ in range(3):
             await asyncio.to_thread(codec.reached)
         sending.cancel()
         with pytest.raises(TransferError, match="the prefill node: the sender of r went away"):

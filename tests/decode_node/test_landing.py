@@ -15,7 +15,8 @@ from decode_node import landing
 from decode_node.landing import LandingGrant, LandingStrip
 from hackkv.errors import FrameRefused, TransferError
 from hackkv.expected import Expected
-from hackkv.framing import CheckedFrame, FrameLedger
+from hackkv.framing import CheckedFrame
+from hackkv.ledger import FrameLedger
 from hackkv.model.runner import ModelRunner
 from hackkv.types import KvFrame
 from hackkv.wire_form import RAW, Bytes, WireForm

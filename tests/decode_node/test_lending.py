@@ -15,9 +15,9 @@ from decode_node.kept_rows import KeptRows
 from decode_node.pages import Grant, PagePool
 from hackkv.errors import HandshakeRefused, TransferError
 from hackkv.expected import Expected
-from hackkv.framing import FrameLedger
 from hackkv.held import HeldKv
 from hackkv.kv_memory import HostKv, HostPages
+from hackkv.ledger import FrameLedger
 from hackkv.page_names import Naming
 from hackkv.types import WIRE_FORM, DecodeJob, Fingerprint, Handoff, HandoffEnd, Reserved
 from hackkv.wire_form import WIRE_FORMS, wire_form

@@ -38,7 +38,9 @@ class Noted:
 
 
 def frame(payload: bytes = bytes(range(64)), transfer_id: str = "t") -> KvFrame:
-    return KvFrame(transfer_id, 0, 0, 0, 0, 1, 0, 1, 0, (PlaneSpan("k_codes", len(payload), len(payload), 1),), payload)
+    return KvFrame(
+        transfer_id, 0, 0, 0, 1, 0, 1, 0, 1, 0, (PlaneSpan("k_codes", len(payload), len(payload), 1),), payload
+    )
 
 
 async def hits(rule: FaultRule, moments: int, node: str = "d", seed: int = 0) -> list[int]:

@@ -55,13 +55,13 @@ def frames(name: str, epoch: int, form: WireForm = RAW) -> list[KvFrame]:
     """The frames that an engine would write: one page of one plane for each of three layers."""
     writer = FrameWriter(name, epoch, form)
     pages = [torch.full((1, 1, FRAME_BYTES), layer, dtype=torch.uint8) for layer in range(FRAMES)]
-    return [next(writer.frames(layer, 0, {"k": page})) for layer, page in enumerate(pages)]
+    return [next(writer.frames(layer, 0, [{"k": page}])) for layer, page in enumerate(pages)]
 
 
 def end(name: str, epoch: int) -> HandoffEnd:
     writer = FrameWriter(name, epoch)
     for layer in range(FRAMES):
-        next(writer.frames(layer, 0, {"k": torch.zeros((1, 1, 1))}))
+        next(writer.frames(layer, 0, [{"k": torch.zeros((1, 1, 1))}]))
     return writer.end(TOKEN)
 
 

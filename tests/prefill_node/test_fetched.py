@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hackkv.expected import Expected
-from hackkv.framing import FrameLedger, FrameWriter
+from hackkv.framing import FrameWriter
 from hackkv.kv_memory import OPEN_PLANES, KvMemory
+from hackkv.ledger import FrameLedger
 from hackkv.types import KvFrame
 from prefill_node.fetched import Fetched, Part
 from tests.handoffs import random_plane
@@ -39,10 +40,10 @@ def test_pages_that_are_here_by_then_are_not_written(codec: str, first: int) -> 
         sent = worker.footprint.sent_pages(rows)
         sealed = {plane.name: random_plane(plane, 2, len(sent), generator) for plane in worker.codec.wire_planes[layer]}
         exact = {name: torch.full((2, 1, worker.footprint.exact_rows(rows), 64), layer + 0.5) for name in OPEN_PLANES}
-        frames: list[KvFrame] = [*writer.frames(layer, sent.start, sealed)]
+        frames: list[KvFrame] = [*writer.frames(layer, sent.start, [sealed])]
         if worker.footprint.exact_rows(rows):
             frames += writer.frames(
-                layer, 4, {n: p.half() for n, p in exact.items()}, worker.footprint.exact_rows(rows)
+                layer, 4, [{n: p.half() for n, p in exact.items()}], worker.footprint.exact_rows(rows)
             )
         parts += [(replace(frame, payload=b""), ledger.accept(frame)) for frame in frames]
     whole, partly = (KvMemory(worker.codec, worker.layout, 9, 3) for _ in range(2))

@@ -28,7 +28,9 @@ from hackkv.types import (
     Reserved,
     Token,
 )
+from prefill_node import outgoing
 from prefill_node.config import PrefillSettings
+from prefill_node.outgoing import GATHERED_BYTES
 from prefill_node.service import PrefillService
 from tests.pair import PI, TIMEOUT_S, GatedCodec, greedy, paired, prompt, tiny_worker
 from tests.prefill_node.calls import close, collect, prefill_only
@@ -38,8 +40,23 @@ from transport.wires import Loopback
 Frames = AsyncIterator[KvFrame | HandoffEnd]
 
 
-async def test_frames_leave_before_the_prompt_is_complete() -> None:
-    """Frames leave layer by layer: the wire has all pages of layer 0 when layer 1 has not begun."""
+LAYER_BY_LAYER = (
+    [(0, 1, 0, 2, 0)],
+    [(1, 1, 0, 2, 0)],
+    [(0, 1, 2, 1, 0), (0, 1, 3, 1, 5)],
+    [(1, 1, 2, 1, 0), (1, 1, 3, 1, 5)],
+)
+PASS_BY_PASS: tuple[list[tuple[int, ...]], ...] = ([], [(0, 2, 0, 2, 0)], [], [(0, 2, 2, 1, 0), (0, 2, 3, 1, 5)])
+"""(layer, layers, first page, pages, exact rows) of the frames that leave at each layer of each of two passes."""
+
+
+@pytest.mark.parametrize(("enough", "leaving"), [(1, LAYER_BY_LAYER), (GATHERED_BYTES, PASS_BY_PASS)])
+async def test_frames_leave_before_the_prompt_is_complete(
+    enough: int, leaving: tuple[list[tuple[int, ...]], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the pages of a layer are enough for a frame, they leave before the next layer begins. If not, they leave
+    together with those of the next layers, and no later than their pass ends."""
+    monkeypatch.setattr(outgoing, "GATHERED_BYTES", enough)
     codec = GatedCodec()
     worker = replace(tiny_worker("fp16"), codec=codec)
     arrived: asyncio.Queue[KvFrame | HandoffEnd] = asyncio.Queue()
@@ -62,13 +79,12 @@ async def test_frames_leave_before_the_prompt_is_complete() -> None:
             PrefillSettings(max_prompts=8, chunk_tokens=2 * PI),
         )
         task = asyncio.create_task(collect(service.prefill(PrefillJob(request, "t", 0, address))))
-        expected = [(0, 0, 2, 0), (1, 0, 2, 0), (0, 2, 1, 0), (0, 3, 1, 5), (1, 2, 1, 0), (1, 3, 1, 5)]
-        for step in (1, 1, 2, 2):  # (chunk 0, layers 0 and 1), (chunk 1 with the open page, layers 0 and 1)
+        for frames in leaving:
             codec.permits.release()
-            for _ in range(step):
+            for frame in frames:
                 item = await asyncio.wait_for(arrived.get(), TIMEOUT_S)
                 assert isinstance(item, KvFrame)
-                assert (item.layer, item.page_start, item.page_count, item.rows) == expected.pop(0)
+                assert (item.layer, item.layer_count, item.page_start, item.page_count, item.rows) == frame
         prefilled, handed_off = await task
         assert isinstance(prefilled, Prefilled)
         assert isinstance(handed_off, HandedOff)

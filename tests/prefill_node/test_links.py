@@ -54,7 +54,7 @@ async def items(wire: Paced, num_bytes: int) -> AsyncIterator[KvFrame | HandoffE
     """Four frames that take long to be ready, and the end."""
     for seq in range(4):
         wire.now += 100.0
-        yield KvFrame("t", 0, seq, 0, 0, 1, seq, 1, 0, (), bytes(num_bytes // 4))
+        yield KvFrame("t", 0, seq, 0, 1, 0, 1, seq, 1, 0, (), bytes(num_bytes // 4))
     yield HandoffEnd("t", 0, 4, 7, 0)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from hackkv.batch import Batch
 from hackkv.errors import HackkvError, NonFiniteError
 from hackkv.expected import Expected
-from hackkv.framing import FrameLedger
+from hackkv.ledger import FrameLedger
 from hackkv.model.generate import generate
 from hackkv.nodes import NodeIdentity
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Prefilled, PrefillJob, Receipt, Token
@@ -55,8 +56,11 @@ class Bench:
         prefix_cache: bool = True,
         resume_points: int = 8,
         codec_object: GatedCodec | None = None,
+        noted: Callable[[KvFrame], None] = lambda _: None,
         **settings: int | float | str | bool,
     ) -> None:
+        """`noted` is called with every frame that arrives."""
+        self.noted = noted
         self.worker = tiny_worker(codec, **settings)
         if codec_object:
             self.worker = replace(tiny_worker("fp16"), codec=codec_object)
@@ -99,11 +103,13 @@ class Bench:
             if isinstance(item, HandoffEnd):
                 ledger.finish(item)
                 continue
-            for name, plane in ledger.accept(item).items():
-                for head in range(item.head_count):
-                    for page in range(item.page_count):
-                        place = (item.layer, item.head_start + head, item.page_start + page, name)
-                        planes[place] = plane[head, page].contiguous().numpy().tobytes()
+            self.noted(item)
+            for layer, accepted in zip(item.layers, ledger.accept(item), strict=True):
+                for (name, plane), head, page in product(
+                    accepted.items(), range(item.head_count), range(item.page_count)
+                ):
+                    place = (layer, item.head_start + head, item.page_start + page, name)
+                    planes[place] = plane[head, page].contiguous().numpy().tobytes()
         return Receipt(handoff.transfer_id, handoff.num_tokens, (), 0, 0, 0.0)
 
     async def serve(self, ids: tuple[int, ...], salt: str = "") -> Served:

@@ -28,7 +28,7 @@ def handoff(transfer_id: str = "t-1") -> Handoff:
 
 def frame(seq: int, payload: bytes = b"codes", transfer_id: str = "t-1") -> KvFrame:
     planes = (PlaneSpan("k.codes", len(payload), len(payload), 2**64 - 1),)
-    return KvFrame(transfer_id, 0, seq, 1, 0, 2, 3, 4, 0, planes, payload)
+    return KvFrame(transfer_id, 0, seq, 1, 2, 0, 2, 3, 4, 0, planes, payload)
 
 
 def end(num_frames: int, transfer_id: str = "t-1") -> HandoffEnd:

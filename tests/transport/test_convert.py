@@ -96,9 +96,7 @@ def in_columns(scored: list[Any]) -> PromptLogprobs:
 
 
 planes = st.builds(PlaneSpan, TEXT, U64, U64, U64, U32)
-kv_frames = st.builds(
-    KvFrame, TEXT, U32, U32, U32, U32, U32, U32, U32, U32, short_tuples(planes), st.binary(max_size=200)
-)
+kv_frames = st.builds(KvFrame, TEXT, *(9 * [U32]), short_tuples(planes), st.binary(max_size=200))
 bare_frames = kv_frames.map(lambda frame: replace(frame, payload=b""))
 pair_messages = (
     st.builds(Hello, TEXT)
@@ -184,9 +182,7 @@ def test_round_trip(coder: MessageCoder[Any, Any], noun: st.SearchStrategy[Any],
     assert coder.decode(coder.encode(value)) == value
 
 
-@given(
-    kv_frames | st.builds(KvFrame, TEXT, U32, U32, U32, U32, U32, U32, U32, U32, st.just(()), st.just(bytes(3 << 20)))
-)
+@given(kv_frames | st.builds(KvFrame, TEXT, *(9 * [U32]), st.just(()), st.just(bytes(3 << 20))))
 @settings(max_examples=60)
 def test_the_short_cut_for_frames_makes_the_bytes_that_protobuf_makes(frame: KvFrame) -> None:
     assert convert_kv.encode_push_request(frame) == convert_kv.PUSH_REQUEST.encode(frame)

@@ -211,11 +211,12 @@ class PlaneSpan(_message.Message):
     def __init__(self, name: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., coded_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., method: _Optional[int] = ...) -> None: ...
 
 class KvFrame(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "seq", "layer", "head_start", "head_count", "page_start", "page_count", "rows", "planes", "payload")
+    __slots__ = ("transfer_id", "epoch", "seq", "layer", "layer_count", "head_start", "head_count", "page_start", "page_count", "rows", "planes", "payload")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
     HEAD_START_FIELD_NUMBER: _ClassVar[int]
     HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
     PAGE_START_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +228,7 @@ class KvFrame(_message.Message):
     epoch: int
     seq: int
     layer: int
+    layer_count: int
     head_start: int
     head_count: int
     page_start: int
@@ -234,7 +236,7 @@ class KvFrame(_message.Message):
     rows: int
     planes: _containers.RepeatedCompositeFieldContainer[PlaneSpan]
     payload: bytes
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., layer: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., page_start: _Optional[int] = ..., page_count: _Optional[int] = ..., rows: _Optional[int] = ..., planes: _Optional[_Iterable[_Union[PlaneSpan, _Mapping]]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., layer: _Optional[int] = ..., layer_count: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., page_start: _Optional[int] = ..., page_count: _Optional[int] = ..., rows: _Optional[int] = ..., planes: _Optional[_Iterable[_Union[PlaneSpan, _Mapping]]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class HandoffEnd(_message.Message):
     __slots__ = ("transfer_id", "epoch", "num_frames", "first_token", "checksum")
