@@ -55,7 +55,7 @@ class Copies:
         self._footprint = memory.footprint
         self._swapper = Swapper(memory, scheduler.pool.kept.host_places)
         self._scheduler, self._rows = scheduler, rows
-        self._saving = False
+        self._saving = self._closing = False
         self._fail = fail
         self._on_copied = on_copied
         self._running: set[asyncio.Task[Any]] = set()
@@ -76,7 +76,7 @@ class Copies:
     def save_idle(self) -> None:
         """When empty pages run short, copy idle pages to host memory, in the order of their eviction."""
         pool = self._scheduler.pool
-        if self._saving or pool.empty_pages >= EMPTY_SHARE * pool.num_pages:
+        if self._saving or self._closing or pool.empty_pages >= EMPTY_SHARE * pool.num_pages:
             return
         copies = pool.kept.to_save(SAVED_AT_ONCE)
         if copies:
@@ -110,7 +110,8 @@ class Copies:
         self._keeping.clear()
 
     async def close(self) -> None:
-        """Wait for the copies under way."""
+        """Wait for the copies under way; none begins after them."""
+        self._closing = True
         if self._running:
             await asyncio.wait(self._running)
         self._swapper.close()

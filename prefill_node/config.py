@@ -26,6 +26,10 @@ class PrefillSettings(Frozen):
     chunk_tokens: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Token budget of one forward pass; rounded down to whole pages. `auto` is 512 on the processor and 4,096 on a
     GPU."""
+    frame_bytes: int = Field(default=512 << 10, gt=0)
+    """A frame of KV leaves when it has this many bytes; until then it waits for the pages of the next layer. 1 sends
+    each layer by itself. Each frame takes time on both nodes (`python -m bench.handoff`). While the first one gathers,
+    the link is idle: 512 KiB take 20 ms on 200 Mbit/s."""
     host_bytes: int = Field(default=1 << 30, gt=0)
     """Host memory for compressed KV of prompts that run or wait for a decode node. The rest keeps KV of requests that
     are being decoded, in case their decode node dies, and prefixes that prompts may share."""

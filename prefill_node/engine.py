@@ -25,16 +25,17 @@ from prefill_node.work import FirstToken, Work
 class PrefillEngine:
     """Runs passes on one `ModelRunner`."""
 
-    def __init__(self, runner: ModelRunner, host_pages: HostPages, emit: Emit) -> None:
+    def __init__(self, runner: ModelRunner, host_pages: HostPages, emit: Emit, frame_bytes: int) -> None:
+        """`frame_bytes`: see `PrefillSettings`."""
         self._runner = runner
         self._host_pages = host_pages
-        self._emit = emit
+        self._emit, self._frame_bytes = emit, frame_bytes
 
     @torch.inference_mode()
     def step(self, chunks: list[Chunk[Work]], moves: Moves) -> list[FirstToken]:
         """Run one pass, after `moves`. Raises `SequenceError` whose `span` is the index of the chunk at fault."""
         began, codec, memory = perf_counter(), self._runner.codec, self._runner.memory
-        quantized, out = codec.quantize_s, OutgoingKv(memory, codec, self._emit)
+        quantized, out = codec.quantize_s, OutgoingKv(memory, codec, self._emit, self._frame_bytes)
         for chunk in chunks:
             work = chunk.prompt.owner
             work.started_at = began if work.started_at is None else work.started_at

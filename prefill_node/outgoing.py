@@ -23,9 +23,6 @@ from prefill_node.work import Work
 Emit = Callable[[Work, KvFrame | HandoffEnd], None]
 """Takes a frame of a job; called from the engine's thread."""
 
-GATHERED_BYTES: Final = 512 << 10
-"""A frame leaves when it has this many bytes. While it has fewer, it waits for the next layer. 512 KiB take 20 ms on a
-link of 200 Mbit/s."""
 GATHERED_PLANES: Final = 256
 """The most planes of a frame, less than receivers accept (`transport.coder.MAX_PLANES`)."""
 
@@ -60,8 +57,9 @@ class OutgoingKv:
     """A context for one pass. Its end waits until everything has left. If the pass fails, the rest does not leave: a
     later pass ships it again."""
 
-    def __init__(self, memory: KvMemory, codec: KvCodec, emit: Emit) -> None:
-        self._memory, self._codec, self._emit = memory, codec, emit
+    def __init__(self, memory: KvMemory, codec: KvCodec, emit: Emit, frame_bytes: int) -> None:
+        """`frame_bytes`: see `PrefillSettings`."""
+        self._memory, self._codec, self._emit, self._frame_bytes = memory, codec, emit, frame_bytes
         self._departures = Departures(memory.lanes)
         self._gathered: dict[tuple[Work, bool], _Gathered] = {}
         """By job, sealed pages and exact rows apart."""
@@ -109,7 +107,7 @@ class OutgoingKv:
             gathered = None
         if gathered is None:
             gathered = self._gathered[kind] = _Gathered(layer, first, exact_rows)
-        enough = gathered.num_bytes + planes_nbytes(planes) >= GATHERED_BYTES
+        enough = gathered.num_bytes + planes_nbytes(planes) >= self._frame_bytes
         stay = enough or self._memory.lanes.inline  # planes that come through a ring are overwritten there
         gathered.add(planes if stay else {name: plane.clone() for name, plane in planes.items()})
         if enough:

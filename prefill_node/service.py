@@ -83,7 +83,8 @@ class PrefillService:
             queue_tokens=settings.queue_tokens,
         )
         self._shipments: dict[Work, Shipment] = {}
-        engine = PrefillEngine(runner, HostPages(runner.memory, self._pool.places.count), self._emit)
+        host_pages = HostPages(runner.memory, self._pool.places.count)
+        engine = PrefillEngine(runner, host_pages, self._emit, settings.frame_bytes)
         self._fetches = Fetches(worker, sender, links, self._host, settings)
         self._passes = Passes(engine, self._scheduler, self._pool, self._admit, self._fetches.passes)
 

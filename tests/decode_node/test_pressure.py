@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from decode_node import copies
+from decode_node.kept_pages import Copy
 from hackkv.codecs import CODECS
 from hackkv.model.generate import generate
 from hackkv.types import Request
@@ -105,3 +108,30 @@ async def test_a_swap_that_fails_ends_its_request_and_not_the_node(
     for request, outcome in zip(requests, outcomes, strict=True):
         if not isinstance(outcome, BaseException):
             assert outcome.tokens == generate(worker, request)
+
+
+async def test_a_node_that_closes_begins_no_further_copy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It closes while one of several idle pages is copied to host memory."""
+    monkeypatch.setattr(copies, "EMPTY_SHARE", 1.0)
+    monkeypatch.setattr(copies, "SAVED_AT_ONCE", 1)
+    async with paired(tiny_worker("fp16")) as nodes:
+        copier, begun, go = nodes.decode._steps.copies, asyncio.Event(), asyncio.Event()
+        swapper, saved = copier._swapper, list[Sequence[Copy]]()
+        save = swapper.save
+
+        async def held(pages: Sequence[Copy]) -> None:
+            saved.append(pages)
+            begun.set()
+            await go.wait()
+            await save(pages)
+
+        monkeypatch.setattr(swapper, "save", held)
+        await nodes.serve(greedy("r", prompt(1, 3 * PI + 5), 8))
+        await begun.wait()
+        closing = asyncio.create_task(copier.close())
+        asyncio.get_running_loop().call_soon(go.set)  # after the task's first step
+        await closing
+    assert [len(pages) for pages in saved] == [1]
+    assert "could not be copied" not in caplog.text

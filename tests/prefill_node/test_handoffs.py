@@ -28,9 +28,7 @@ from hackkv.types import (
     Reserved,
     Token,
 )
-from prefill_node import outgoing
 from prefill_node.config import PrefillSettings
-from prefill_node.outgoing import GATHERED_BYTES
 from prefill_node.service import PrefillService
 from tests.pair import PI, TIMEOUT_S, GatedCodec, greedy, paired, prompt, tiny_worker
 from tests.prefill_node.calls import close, collect, prefill_only
@@ -50,13 +48,12 @@ PASS_BY_PASS: tuple[list[tuple[int, ...]], ...] = ([], [(0, 2, 0, 2, 0)], [], [(
 """(layer, layers, first page, pages, exact rows) of the frames that leave at each layer of each of two passes."""
 
 
-@pytest.mark.parametrize(("enough", "leaving"), [(1, LAYER_BY_LAYER), (GATHERED_BYTES, PASS_BY_PASS)])
+@pytest.mark.parametrize(("enough", "leaving"), [(1, LAYER_BY_LAYER), (1 << 20, PASS_BY_PASS)])
 async def test_frames_leave_before_the_prompt_is_complete(
-    enough: int, leaving: tuple[list[tuple[int, ...]], ...], monkeypatch: pytest.MonkeyPatch
+    enough: int, leaving: tuple[list[tuple[int, ...]], ...]
 ) -> None:
     """If the pages of a layer are enough for a frame, they leave before the next layer begins. If not, they leave
     together with those of the next layers, and no later than their pass ends."""
-    monkeypatch.setattr(outgoing, "GATHERED_BYTES", enough)
     codec = GatedCodec()
     worker = replace(tiny_worker("fp16"), codec=codec)
     arrived: asyncio.Queue[KvFrame | HandoffEnd] = asyncio.Queue()
@@ -76,7 +73,7 @@ async def test_frames_leave_before_the_prompt_is_complete(
             worker,
             wire.sender(),
             8,
-            PrefillSettings(max_prompts=8, chunk_tokens=2 * PI),
+            PrefillSettings(max_prompts=8, chunk_tokens=2 * PI, frame_bytes=enough),
         )
         task = asyncio.create_task(collect(service.prefill(PrefillJob(request, "t", 0, address))))
         for frames in leaving:

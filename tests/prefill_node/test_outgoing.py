@@ -19,16 +19,15 @@ async def test_gathered_frames_bring_the_same_kv(codec: str, monkeypatch: pytest
     found = list[Served]()
     for layers, enough, planes, cap in (
         ({1}, 1, outgoing.GATHERED_PLANES, framing.MAX_FRAME_BYTES),
-        ({2}, outgoing.GATHERED_BYTES, outgoing.GATHERED_PLANES, framing.MAX_FRAME_BYTES),
-        ({1, 2}, outgoing.GATHERED_BYTES, 12, framing.MAX_FRAME_BYTES),
-        ({1, 2}, outgoing.GATHERED_BYTES, outgoing.GATHERED_PLANES, PI * 64),
+        ({2}, 1 << 20, outgoing.GATHERED_PLANES, framing.MAX_FRAME_BYTES),
+        ({1, 2}, 1 << 20, 12, framing.MAX_FRAME_BYTES),
+        ({1, 2}, 1 << 20, outgoing.GATHERED_PLANES, PI * 64),
     ):
-        monkeypatch.setattr(outgoing, "GATHERED_BYTES", enough)
         monkeypatch.setattr(outgoing, "GATHERED_PLANES", planes)
         monkeypatch.setattr(outgoing, "MAX_FRAME_BYTES", cap)
         monkeypatch.setattr(framing, "MAX_FRAME_BYTES", cap)
         frames = list[KvFrame]()
-        async with Bench(codec, noted=frames.append) as bench:
+        async with Bench(codec, frame_bytes=enough, noted=frames.append) as bench:
             assert bench.worker.layout.num_layers == 2
             found.append(await bench.serve(IDS))
         assert {frame.layer_count for frame in frames} <= layers

@@ -55,6 +55,7 @@ class Bench:
         host_bytes: int = 1 << 24,
         prefix_cache: bool = True,
         resume_points: int = 8,
+        frame_bytes: int = 1 << 19,
         codec_object: GatedCodec | None = None,
         noted: Callable[[KvFrame], None] = lambda _: None,
         **settings: int | float | str | bool,
@@ -78,6 +79,7 @@ class Bench:
                 host_bytes=host_bytes,
                 prefix_cache=prefix_cache,
                 resume_points=resume_points,
+                frame_bytes=frame_bytes,
             ),
         )
         self.count = 0
