@@ -234,6 +234,7 @@ async def paired(
     chunk_pages: int = 2,
     host_bytes: int = 1 << 30,
     queue_tokens: int = 1 << 20,
+    frame_bytes: int = 512 << 10,
     decoding: DecodeSettings = DECODING,
     timeout_s: float = TIMEOUT_S,
     over: str | Wire = "inproc",
@@ -254,6 +255,7 @@ async def paired(
             chunk_tokens=chunk_pages * prefill.layout.page_tokens,
             host_bytes=host_bytes,
             queue_tokens=queue_tokens,
+            frame_bytes=frame_bytes,
         ),
     )
     decode_service = DecodeService(

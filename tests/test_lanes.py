@@ -183,7 +183,8 @@ async def test_nodes_whose_lanes_lag_say_the_same(life: str, codec: str) -> None
 
 @pytest.mark.parametrize("lags", [False, True])
 async def test_layers_leave_while_later_ones_compute(lags: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a device copies, the host enqueues the next layer before it waits for the one before."""
+    """If a device copies, the host enqueues the next layer before it waits for the one before. Each layer is enough for
+    a frame."""
     worker = replace(tiny_worker(), codec=twin(tiny_worker().codec))
     attend, frames, done = worker.codec.attend, FrameWriter.frames, list[tuple[str, int]]()
 
@@ -198,7 +199,7 @@ async def test_layers_leave_while_later_ones_compute(lags: bool, monkeypatch: py
     monkeypatch.setattr(worker.codec, "attend", attending)
     monkeypatch.setattr(FrameWriter, "frames", cutting)
     with on_lanes(Lagging(1, computes=False).lanes) if lags else nullcontext():
-        async with paired(worker) as nodes:
+        async with paired(worker, frame_bytes=1) as nodes:
             await nodes.serve(greedy("r", prompt(1, PI), 2))
     at_once = [("attend", 0), ("frames", 0), ("attend", 1), ("frames", 1)]
     assert done[:4] == (sorted(at_once) if lags else at_once)

@@ -266,13 +266,11 @@ class RotatedCodec(PagedCodec):
         )
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rows are rounded to FP16 before the rotation, too, so that a value that FP16 does not hold is found. In
-        decode, infinity makes the rotated row not finite. V that the weights rotated is only rounded after it."""
+        """Rows are rounded to FP16 before the rotation, too: a value that FP16 does not hold makes its rotated row not
+        finite, and so is found. V that the weights rotated is only rounded after it."""
         if layer in self._exact:
             return super().attend(layer, pool, batch, q, k, v)
         rows, rotations = self._backend.rows, self._rotations[layer].heads(pool.head_start, pool.num_kv_heads)
-        if not batch.is_decode:
-            k, v = rows.narrow(k, v, batch.where, batch.faulty)
         rotated: tuple[Tensor, ...] = rows.rotate_rows(q, k, v, rotations)
         dropped = q.shape[-1] - self.formats[layer].head_dim
         if dropped:
