@@ -156,10 +156,8 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpan:
-    """One plane inside a frame's payload: its name, sizes before and after coding, and XXH3-64 of the coded bytes.
-
-    The checksum is seeded with the frame's header (`hackkv.framing`): it also says that the bytes are in their place.
-    """
+    """One plane inside a frame's payload. The checksum is XXH3-64 of the coded bytes, seeded with the frame's header
+    (`hackkv.framing`): it also says that the bytes are in their place."""
 
     name: str
     raw_bytes: int
@@ -170,22 +168,18 @@ class PlaneSpan:
 
 
 class Payload(Sized, SupportsBytes, Protocol):
-    """The bytes that a frame carries: `len()` is their number, `bytes()` brings them to host memory.
-
-    A wire that can move data from the memory where it lies need not call `bytes()`. A `bytes` object is itself a
-    payload in host memory and costs no copy.
-    """
+    """The bytes that a frame carries: `len()` is their number, `bytes()` brings them to host memory. A wire that can
+    move data from where it lies need not call it. A `bytes` object is itself a payload in host memory: no copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvFrame:
-    """Pages [page_start, page_start + page_count) of KV heads [head_start, head_start + head_count) of layers
-    [layer, layer + layer_count).
+    """Pages [page_start, page_start + page_count) of KV heads [head_start, head_start + head_count) of `layers`.
 
-    `seq` counts the frames of a handoff from 0. The payload is the planes one after another, layer by layer, in the
-    order of `planes`; layers may have other planes than their neighbours. Each plane is laid out
-    [heads][pages][plane shape], so any split by head can cut it. `rows` is 0 for sealed pages; for the open page it is
-    the number of FP16 rows (page_count is then 1, plane shape [rows, head_dim]).
+    `seq` counts the frames of a handoff from 0. The payload is the planes one after another, in the order of `planes`:
+    layer by layer, and layers may differ in planes. Each plane is laid out [heads][pages][plane shape], so any split
+    by head can cut it. `rows` is 0 for sealed pages; for the open page it is the number of FP16 rows (page_count is
+    then 1, plane shape [rows, head_dim]).
     """
 
     transfer_id: str

@@ -9,6 +9,7 @@ from hackkv.types import KvFrame
 from prefill_node import outgoing
 from tests.pair import PI, SHARING, prompt
 from tests.prefill_node.test_prefix import Bench, Served
+from transport.coder import MAX_PLANES
 
 IDS = prompt(1, 6 * PI + 5)
 
@@ -16,6 +17,7 @@ IDS = prompt(1, 6 * PI + 5)
 @pytest.mark.parametrize("codec", SHARING)
 async def test_gathered_frames_bring_the_same_kv(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames of one layer; of all layers; of few planes; of so few bytes that pages of a layer are cut."""
+    assert outgoing.GATHERED_PLANES <= MAX_PLANES
     found = list[Served]()
     for layers, enough, planes, cap in (
         ({1}, 1, outgoing.GATHERED_PLANES, framing.MAX_FRAME_BYTES),
