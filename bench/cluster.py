@@ -94,6 +94,13 @@ def memory_mib(cluster: LocalCluster) -> dict[str, float]:
     }
 
 
+def processor_s(cluster: LocalCluster) -> dict[str, float]:
+    """Processor time of every running process so far, in seconds. Raises as `memory_mib` does."""
+    running = (child for child in cluster.children if child.process.returncode is None)
+    times = {child.name: psutil.Process(child.process.pid).cpu_times() for child in running}
+    return {name: float(used.user + used.system) for name, used in times.items()}
+
+
 def dead(cluster: LocalCluster) -> list[str]:
     """Names of the processes that have ended."""
     return [child.name for child in cluster.children if child.process.returncode is not None]

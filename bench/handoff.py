@@ -3,8 +3,8 @@
 The same prompt is answered with one token, which the prefill node gives, so no KV moves, and with two. The difference
 is the handoff and one decode step: in seconds until the answer, and in processor time of each node. Both nodes share
 the cores, as on a laptop. One cluster sends each layer in a frame of its own (`frame_bytes: 1`), the other one gathers
-layers as it does by default. They take turns in one run. Differences are those of
-requests that follow each other; medians count.
+layers as it does by default. They take turns in one run. Differences are those of requests that follow each other;
+medians count.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from time import perf_counter
 from typing import Any, Final
 
 import httpx
-import psutil
 
 from app.cluster import ClusterPlan, LocalCluster, running
-from bench.cluster import load_note
+from bench.cluster import load_note, processor_s
 from bench.sections import write_section
 from hackkv.defaults import DEFAULT_CODEC
 from hackkv.model.shipped import find_model
@@ -51,25 +50,12 @@ class Contender:
     """Tokens of the answer -> seconds by what took them, request by request."""
 
     async def ask(self, prompt: list[int], tokens: int, salt: str) -> dict[str, float]:
-        """Seconds until the answer, and processor seconds of each node. A new salt keeps pages from being shared."""
-        before, began = self._processor_s(), perf_counter()
+        """Seconds until the answer, and processor seconds of each process. A new salt keeps pages from being shared."""
+        before, began = processor_s(self.cluster), perf_counter()
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
         (await self.client.post("/v1/completions", json=body)).raise_for_status()
-        took, after = perf_counter() - began, self._processor_s()
+        took, after = perf_counter() - began, processor_s(self.cluster)
         return {"seconds": took, **{name: after[name] - before[name] for name in after}}
-
-    def row(self) -> str:
-        """The contender's line of the table."""
-        kept, moved = self.times[KEPT], self.times[MOVED]
-        more = _medians([{name: two[name] - one[name] for name in one} for one, two in zip(kept, moved, strict=True)])
-        seconds = " | ".join(f"{_medians(times)['seconds']:.2f}" for times in (kept, moved))
-        seconds += f" | {more['seconds']:+.2f}"
-        return f"| {self.name} | {seconds} | {more['prefill-0']:+.2f} | {more['decode-0']:+.2f} |"
-
-    def _processor_s(self) -> dict[str, float]:
-        nodes = {child.name: child.process.pid for child in self.cluster.children if child.name != "router"}
-        times = {name: psutil.Process(pid).cpu_times() for name, pid in nodes.items()}
-        return {name: float(used.user + used.system) for name, used in times.items()}
 
 
 def main() -> None:
@@ -107,7 +93,15 @@ async def measure(model: str, tokens: int, threads: int) -> list[str]:
                     found = await contender.ask(prompt, answer, f"{nth}-{answer}")
                     if nth:  # the first round warms up
                         times.append(found)
-        return [contender.row() for contender in contenders]
+        return [line(contender.name, contender.times) for contender in contenders]
+
+
+def line(name: str, times: Mapping[int, list[dict[str, float]]]) -> str:
+    """A contender's line of the table."""
+    kept, moved = times[KEPT], times[MOVED]
+    more = _medians([{what: two[what] - one[what] for what in one} for one, two in zip(kept, moved, strict=True)])
+    seconds = " | ".join(f"{_medians(each)['seconds']:.2f}" for each in (kept, moved))
+    return f"| {name} | {seconds} | {more['seconds']:+.2f} | {more['prefill-0']:+.2f} | {more['decode-0']:+.2f} |"
 
 
 async def _started(stack: AsyncExitStack, name: str, folder: str, threads: int, prefill: dict[str, Any]) -> Contender:

@@ -37,8 +37,8 @@ class Passes:
         return lambda: self._forward([self._span(0, start, count)])
 
     def a_shipped_pass(self, start: int, count: int) -> Callable[[], None]:
-        """The same, and the pages that it fills leave layer by layer, as a prefill node sends them: exported, brought
-        to host memory and cut into frames, which go nowhere."""
+        """The same, and the pages that it fills leave layer by layer, as a prefill node sends large layers: exported,
+        brought to host memory and cut into frames, which go nowhere."""
         span, memory = self._span(0, start, count), self._runner.memory
         first = start // memory.footprint.page_tokens
         filled = list(span.pages[first : memory.footprint.sealed(start + count)])

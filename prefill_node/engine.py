@@ -12,6 +12,7 @@ from hackkv.batch import Span
 from hackkv.choices import Eviction
 from hackkv.errors import SequenceError
 from hackkv.kv_memory import HostPages
+from hackkv.lanes import Departures
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, sample
 from hackkv.types import Token
@@ -35,19 +36,21 @@ class PrefillEngine:
     def step(self, chunks: list[Chunk[Work]], moves: Moves) -> list[FirstToken]:
         """Run one pass, after `moves`. Raises `SequenceError` whose `span` is the index of the chunk at fault."""
         began, codec, memory = perf_counter(), self._runner.codec, self._runner.memory
-        quantized, out = codec.quantize_s, OutgoingKv(memory, codec, self._emit, self._frame_bytes)
+        quantized = codec.quantize_s
         for chunk in chunks:
             work = chunk.prompt.owner
             work.started_at = began if work.started_at is None else work.started_at
         ids = [token for chunk in chunks for token in self._prompt_ids(chunk)]
         spans, wanted = [_span(chunk) for chunk in chunks], [_wanted(chunk) for chunk in chunks]
-        with memory.lanes.computing(), out:
+        with memory.lanes.computing(), Departures(memory.lanes) as departures:
+            out = OutgoingKv(memory, codec, self._emit, self._frame_bytes, departures)
             self._move(moves)
             hidden = self._runner.forward(spans, ids, lambda layer: self._ship_layer(layer, chunks, out), wanted)
             # Sampling can fail. It comes before evictions and sums, which a repeated pass must not do twice.
             tokens = self._sample(chunks, hidden)
             if codec.eviction is not None:
                 self._evict_and_ship(codec.eviction, chunks, out)
+        out.send_rest()
         for chunk, rows in _rows(chunks, hidden):
             work = chunk.prompt.owner
             work.quantize_s += codec.quantize_s - quantized

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Final
 
 from hack_kernels.base import Planes
@@ -27,7 +26,7 @@ GATHERED_PLANES: Final = 256
 """The most planes of a frame, less than receivers accept (`transport.coder.MAX_PLANES`)."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Gathered:
     """Pages of a prompt, or its exact rows, of layers in a row: the next frame."""
 
@@ -36,47 +35,37 @@ class _Gathered:
     """The number of the first page."""
     rows: int
     layers: list[Planes] = field(default_factory=list)
-    num_bytes: int = 0
-    num_planes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(map(planes_nbytes, self.layers))
 
     def takes(self, layer: int, first: int, rows: int, planes: Planes) -> bool:
         """Whether a layer's planes fit in the same frame."""
         follows = (layer, first, rows) == (self.layer + len(self.layers), self.first, self.rows)
-        same_pages = not self.layers or _pages(planes) == _pages(self.layers[0])
-        fits = self.num_bytes + planes_nbytes(planes) <= MAX_FRAME_BYTES
-        return follows and same_pages and fits and self.num_planes + len(planes) <= GATHERED_PLANES
-
-    def add(self, planes: Planes) -> None:
-        """Take the next layer."""
-        self.layers.append(planes)
-        self.num_bytes += planes_nbytes(planes)
-        self.num_planes += len(planes)
+        num_planes = sum(map(len, self.layers)) + len(planes)
+        fits = num_planes <= GATHERED_PLANES and self.num_bytes + planes_nbytes(planes) <= MAX_FRAME_BYTES
+        return follows and fits and _pages(planes) == _pages(self.layers[0])
 
 
 class OutgoingKv:
-    """A context for one pass. Its end waits until everything has left. If the pass fails, the rest does not leave: a
-    later pass ships it again."""
+    """What leaves during one pass, by way of `departures`. When these have ended, `send_rest` must follow. If the pass
+    fails instead, the rest does not leave: a later pass ships it again."""
 
-    def __init__(self, memory: KvMemory, codec: KvCodec, emit: Emit, frame_bytes: int) -> None:
+    def __init__(self, memory: KvMemory, codec: KvCodec, emit: Emit, frame_bytes: int, departures: Departures) -> None:
         """`frame_bytes`: see `PrefillSettings`."""
         self._memory, self._codec, self._emit, self._frame_bytes = memory, codec, emit, frame_bytes
-        self._departures = Departures(memory.lanes)
+        self._departures = departures
         self._gathered: dict[tuple[Work, bool], _Gathered] = {}
         """By job, sealed pages and exact rows apart."""
         self.encode_s = 0.0
         """Seconds spent on frames so far."""
 
-    def __enter__(self) -> OutgoingKv:
-        self._departures.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._departures.__exit__(kind, error, trace)
-        if kind is None:
-            for work, exact in tuple(self._gathered):
-                self._send(work, exact)
+    def send_rest(self) -> None:
+        """Send the pages and rows that were not enough for a frame."""
+        for work, exact in tuple(self._gathered):
+            self._send(work, exact)
 
     def ship(self, layer: int, chunk: Chunk[Work], rows: int) -> None:
         """Ship the sealed pages of a prompt's first `rows` rows that have not left. With the last chunk, also ship the
@@ -108,8 +97,9 @@ class OutgoingKv:
         if gathered is None:
             gathered = self._gathered[kind] = _Gathered(layer, first, exact_rows)
         enough = gathered.num_bytes + planes_nbytes(planes) >= self._frame_bytes
-        stay = enough or self._memory.lanes.inline  # planes that come through a ring are overwritten there
-        gathered.add(planes if stay else {name: plane.clone() for name, plane in planes.items()})
+        # Planes that come through a ring are overwritten there.
+        stay = enough or self._memory.lanes.inline
+        gathered.layers.append(planes if stay else {name: plane.clone() for name, plane in planes.items()})
         if enough:
             self._send(*kind)
 

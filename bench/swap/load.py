@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from time import perf_counter
 
-import psutil
-
 from app.cluster import ClusterPlan, LocalCluster, running
-from bench.cluster import dead, describe, metrics, total, until
+from bench.cluster import dead, describe, metrics, processor_s, total, until
 from bench.connection import Connection
 from bench.swap.workload import LOAD, MAX_BATCH, Job, Memory
 from hackkv.errors import DeadlineExceeded
@@ -109,7 +107,7 @@ async def run(plan: ClusterPlan, work: Sequence[Job], seconds: float, window_don
 
 
 async def _measure(cluster: LocalCluster, result: Run, seconds: float, window_done: Callable[[], None]) -> None:
-    first_s, first = perf_counter(), _cpu_s(cluster)
+    first_s, first = perf_counter(), processor_s(cluster)["decode-0"]
     before, began = await _generated(cluster), perf_counter()
     for _ in range(windows(seconds)):
         while perf_counter() - began < WINDOW_S:
@@ -119,7 +117,7 @@ async def _measure(cluster: LocalCluster, result: Run, seconds: float, window_do
         result.windows.append((after - before) / (ended - began))
         before, began = after, ended
         window_done()
-    result.decode_cores = (_cpu_s(cluster) - first) / (perf_counter() - first_s)
+    result.decode_cores = (processor_s(cluster)["decode-0"] - first) / (perf_counter() - first_s)
 
 
 async def _settle(cluster: LocalCluster, result: Run) -> None:
@@ -155,9 +153,3 @@ async def _decode(cluster: LocalCluster) -> NodeInfo:
 
 async def _generated(cluster: LocalCluster) -> float:
     return dict((await _decode(cluster)).stats)["hackkv_generated_tokens_total"]
-
-
-def _cpu_s(cluster: LocalCluster) -> float:
-    (child,) = [child for child in cluster.children if child.name == "decode-0"]
-    times = psutil.Process(child.process.pid).cpu_times()
-    return times.user + times.system

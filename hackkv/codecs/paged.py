@@ -227,12 +227,11 @@ def held_rows(pool: Pool, fills: Fills) -> tuple[Tensor, Tensor]:
 def filled_pages(pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """K and V of the pages that `batch` fills, [P, Hkv, Π, D] float16: rows of the slot first, then the batch's own."""
     pi = batch.page_tokens
-    pages_k, pages_v = (x.new_empty(len(batch.filled), x.shape[1], pi, x.shape[2]) for x in (k, v))
-    for index, page in enumerate(batch.filled):
+    pages: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for page in batch.filled:
         rows = slice(page.row, page.row + pi - page.old)
         slot, at = batch.spans[page.span].slot, pool.window.place(page.start // pi) * pi
-        for pages, open_rows, x in ((pages_k, pool.open_k, k), (pages_v, pool.open_v, v)):
-            pages[index, :, page.old :] = x[rows].transpose(0, 1)
-            if page.old:
-                pages[index, :, : page.old] = open_rows[slot, :, at : at + page.old]
-    return pages_k, pages_v
+        for out, open_rows, x in ((pages[0], pool.open_k, k), (pages[1], pool.open_v, v)):
+            new = x[rows].transpose(0, 1)
+            out.append(torch.cat((open_rows[slot, :, at : at + page.old], new), dim=1) if page.old else new)
+    return torch.stack(pages[0]), torch.stack(pages[1])
