@@ -9,9 +9,9 @@ template <class S, int bits>
 struct BlockBytes {
   using Lanes = S;
   static constexpr int kBits = bits;
-  static constexpr int kTiles = 2;
+  static constexpr int kTiles = std::max(2, S::template kBlockTiles<S::kBlockRows>);
   static constexpr int kQuads = kBlockColumns / 4;
-  static constexpr int kWideBlock = kBlockColumns * kLanes;  // a byte for each code
+  static constexpr int kWideCodes = kBlockColumns * kLanes;  // a byte for each code
 
   static void widen(const std::byte* block, std::byte* codes) {
     unrolled<kQuads>([&](auto quad) __attribute__((always_inline)) {
@@ -21,12 +21,13 @@ struct BlockBytes {
 
  protected:
   // Products of one digit of R rows of x with the codes of N tiles, added in `runs` [R, N]. `from` has the codes of a
-  // block as they rest, or widened. Those of the next tile lie `stride` bytes further on.
-  template <int R, int N, bool wide, int digit>
+  // block as they rest, or widened. Those of the next tile lie `stride` bytes further on. Sums begin at `start`.
+  template <int R, int N, bool wide, int digit, int start>
   [[gnu::always_inline]] static void add_digit(const std::byte* from, std::int64_t stride, const RowBlock& x, int place,
                                                typename S::I (&runs)[R * N]) {
     unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
-      runs[i] = bits == 8 ? S::splat_int(x.starts[digit][place + i / N]) : S::zero_int();
+      runs[i] = S::splat_int(start);
+      if constexpr (bits == 8) runs[i] = S::add_int(runs[i], S::splat_int(x.starts[digit][place + i / N]));
     });
     const std::int8_t* rows = x.codes[digit][place];
     unrolled<kQuads>([&](auto quad) __attribute__((always_inline)) {

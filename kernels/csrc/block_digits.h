@@ -25,7 +25,7 @@ struct BlockDigits : BlockBytes<S, 4> {
   [[gnu::always_inline]] static void form_sums(const std::byte* from, std::int64_t stride, const RowBlock& x, int place,
                                                Take take) {
     typename S::I runs[R * N];
-    BlockDigits::template add_digit<R, N, wide, 0>(from, stride, x, place, runs);
+    BlockDigits::template add_digit<R, N, wide, 0, 0>(from, stride, x, place, runs);
     if (!x.any_fine<R>(place)) [[likely]] {
       unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
         take(i, S::to_float(S::run_total(runs[i], int(kDigitBase))));
@@ -35,7 +35,7 @@ struct BlockDigits : BlockBytes<S, 4> {
     typename S::I sums[R * N];
     unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = S::run_total(runs[i], int(kDigitBase)); });
     asm volatile("" ::: "memory");  // GCC would keep all codes of the block in memory rather than load them again
-    BlockDigits::template add_digit<R, N, wide, 1>(from, stride, x, place, runs);
+    BlockDigits::template add_digit<R, N, wide, 1, 0>(from, stride, x, place, runs);
     unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
       take(i, S::to_float(S::add_int(sums[i], S::run_total(runs[i], 1))));
     });

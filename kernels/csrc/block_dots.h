@@ -10,23 +10,24 @@ template <class S, int bits>
 struct BlockDots : BlockBytes<S, bits> {
   static void fetch(const RowBlock*, int) {}  // the processor's own fetching keeps up with rows of x
 
-  // Does what BlockDigits::form_sums does. The upper digits' sums become floats before there are others, so that all stay
-  // in registers.
+  // Does what BlockDigits::form_sums does. Sums of upper digits are in memory while there are others: the compiler would
+  // rather keep totals there, which all blocks take.
   template <int R, int N, bool wide, class Take>
   [[gnu::always_inline]] static void form_sums(const std::byte* from, std::int64_t stride, const RowBlock& x, int place,
                                                Take take) {
     typename S::I dots[R * N];
     typename S::F sums[R * N];
-    BlockDots::template add_digit<R, N, wide, 0>(from, stride, x, place, dots);
-    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = S::to_float(dots[i]); });
+    BlockDots::template add_digit<R, N, wide, 0, S::kSumStart>(from, stride, x, place, dots);
     if (x.any_fine<R>(place)) {
-      asm volatile("" ::: "memory");  // GCC would keep all codes of the block in memory rather than load them again
-      BlockDots::template add_digit<R, N, wide, 1>(from, stride, x, place, dots);
+      float upper[R * N][kLanes];
+      unrolled<R * N>([&](auto i) __attribute__((always_inline)) { S::store(upper[i], S::whole_sum(dots[i])); });
+      asm volatile("" : "+m"(upper)::"memory");  // GCC would not load sums or codes again
+      BlockDots::template add_digit<R, N, wide, 1, S::kSumStart>(from, stride, x, place, dots);
       unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
-        sums[i] = S::fused(sums[i], S::splat(kDigitBase), S::to_float(dots[i]));
+        sums[i] = S::fused(S::load(upper[i]), S::splat(kDigitBase), S::whole_sum(dots[i]));
       });
     } else {
-      unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = S::mul(sums[i], S::splat(kDigitBase)); });
+      unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = S::scaled_sum(dots[i], kDigitBase); });
     }
     unrolled<R * N>([&](auto i) __attribute__((always_inline)) { take(i, sums[i]); });
   }

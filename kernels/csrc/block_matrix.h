@@ -14,8 +14,12 @@ namespace hack {
 // 16 rows of a weight, unpacked.
 struct WideTile {
   std::int8_t* codes;  // [blocks, 8 quads, 16, 4]: of 8 bits less 128
-  float* scales;       // [blocks, 16]
-  float* minima;       // [blocks, 16]
+  float* numbers;      // of all blocks, each as a BlockScales
+
+  template <class S, int bits>
+  float* numbers_of(std::int64_t block) const {
+    return numbers + block * BlockScales<S, bits>::kNumbers;
+  }
 };
 
 // Codes and numbers of a tile of w in `scratch` (`wide_tile_bytes`).
@@ -23,8 +27,7 @@ template <class S, int bits>
 WideTile widen_tile(const BlockItem& item, std::int64_t tile, std::byte* scratch) {
   constexpr int kWide = kBlockColumns * kLanes, kCodes = kWide * bits / 8;
   const std::int64_t blocks = item.x.blocks;
-  auto* numbers = reinterpret_cast<float*>(scratch + blocks * kWide);
-  const WideTile wide{reinterpret_cast<std::int8_t*>(scratch), numbers, numbers + blocks * kLanes};
+  const WideTile wide{reinterpret_cast<std::int8_t*>(scratch), reinterpret_cast<float*>(scratch + blocks * kWide)};
   const std::byte* block = item.w + tile * item.tile_bytes;
   for (std::int64_t b = 0; b < blocks; ++b, block += block_bytes(bits)) {
     std::int8_t* codes = wide.codes + b * kWide;
@@ -37,9 +40,7 @@ WideTile widen_tile(const BlockItem& item, std::int64_t tile, std::byte* scratch
         S::store_int(codes + 64 * (quad + 4), S::template plane<bits, 1>(packed));
       }
     });
-    const BlockScales<S, bits> numbers_of(block + kCodes);
-    S::store(wide.scales + b * kLanes, numbers_of.scale);
-    if constexpr (bits == 4) S::store(wide.minima + b * kLanes, numbers_of.minimum);
+    BlockScales<S, bits>(block + kCodes).store(wide.template numbers_of<S, bits>(b));
   }
   return wide;
 }
@@ -85,7 +86,7 @@ void matrix_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, con
   typename S::F totals[kLanes];
   unrolled<kLanes>([&](auto r) __attribute__((always_inline)) { totals[r] = S::zero(); });
   const auto add = [&](int b, const std::int32_t (*from)[kLanes * kLanes]) __attribute__((always_inline)) {
-    const BlockScales<S, bits> scales(w.scales + b * kLanes, w.minima + b * kLanes);
+    const BlockScales<S, bits> scales(w.template numbers_of<S, bits>(b));
     unrolled<kLanes>([&](auto r) __attribute__((always_inline)) {
       const auto upper = S::load_int(from[0] + r * kLanes), lower = S::load_int(from[1] + r * kLanes);
       const auto sum = S::fused(S::to_float(upper), S::splat(kDigitBase), S::to_float(lower));
@@ -112,9 +113,9 @@ void matrix_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, con
 template <class S, Dtype dtype, int bits>
 void matrix_rows(const BlockItem& item, std::int64_t last, std::byte* scratch) {
   const typename S::BlockTiles tiles;
-  for (std::int64_t tile = item.first_tile; tile < item.last_tile; tile += kWideTiles) {
-    const int count = tile + kWideTiles <= item.last_tile ? kWideTiles : 1;
-    WideTile wide[kWideTiles];
+  for (std::int64_t tile = item.first_tile; tile < item.last_tile; tile += kMatrixTiles) {
+    const int count = tile + kMatrixTiles <= item.last_tile ? kMatrixTiles : 1;
+    WideTile wide[kMatrixTiles];
     for (int i = 0; i < count; ++i)
       wide[i] = widen_tile<S, bits>(item, tile + i, scratch + i * wide_tile_bytes(item.x.blocks));
     for (std::int64_t row = item.first_row; row < last; row += kLanes)

@@ -107,9 +107,13 @@ struct BlockScales {
     scale = S::load_half(halves);
     if constexpr (bits == 4) minimum = S::load_half(halves + kLanes);
   }
-  BlockScales(const float* scales, const float* minima) {
-    scale = S::load(scales);
-    if constexpr (bits == 4) minimum = S::load(minima);
+  explicit BlockScales(const float* numbers) {
+    scale = S::load(numbers);
+    if constexpr (bits == 4) minimum = S::load(numbers + kLanes);
+  }
+  void store(float* numbers) const {
+    S::store(numbers, scale);
+    if constexpr (bits == 4) S::store(numbers + kLanes, minimum);
   }
 
   // total plus the share of one block: its sums for a row of x, scaled.
@@ -119,6 +123,7 @@ struct BlockScales {
     return total;
   }
 
+  static constexpr int kNumbers = (bits == 4 ? 2 : 1) * kLanes;
   typename S::F scale;
   typename S::F minimum;
 };

@@ -20,31 +20,42 @@ template <int bits, int N>
     for (int line = 0; line < block_bytes(bits); line += 64) __builtin_prefetch(block + n * tile_bytes + line);
 }
 
-// Bytes of the widened codes of a tile of w.
+// A widened block of a tile of w: its codes, then its numbers in FP32 as a BlockScales.
+template <class Codes>
+inline constexpr std::int64_t kWideBlock =
+    Codes::kWideCodes + BlockScales<typename Codes::Lanes, Codes::kBits>::kNumbers * sizeof(float);
+
+// Bytes of a widened tile of w.
 template <class Codes>
 std::int64_t wide_bytes(const BlockItem& item) {
-  return std::int64_t(item.x.blocks) * Codes::kWideBlock;
+  return std::int64_t(item.x.blocks) * kWideBlock<Codes>;
 }
 
-// R rows of x of one group, from row `row` on, times N tiles of w from `tile` on. `codes`: widened codes of the tiles
-// or null.
+// The numbers of a block of w, or of a widened one.
+template <class Codes, bool wide>
+[[gnu::always_inline]] inline auto scales_of(const std::byte* block) {
+  using Scales = BlockScales<typename Codes::Lanes, Codes::kBits>;
+  if constexpr (wide) return Scales(reinterpret_cast<const float*>(block + Codes::kWideCodes));
+  else return Scales(block + kBlockColumns * kLanes * Codes::kBits / 8);
+}
+
+// R rows of x of one group, from row `row` on, times N tiles of w from `tile` on. `block`: the first block of these
+// tiles, as it rests or widened.
 template <class Codes, Dtype dtype, int R, int N, bool wide>
-void code_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const std::byte* codes) {
+void code_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const std::byte* block) {
   using S = typename Codes::Lanes;
-  constexpr int bits = Codes::kBits;
+  constexpr std::int64_t step = wide ? kWideBlock<Codes> : block_bytes(Codes::kBits);
   typename S::F totals[R * N];
   const RowBlock* x = item.x.group_of(row);
   const int place = int(row % kLanes);
   unrolled<R * N>([&](auto i) __attribute__((always_inline)) { totals[i] = S::zero(); });
-  const std::byte* block = item.w + tile * item.tile_bytes;
   const std::int64_t stride = wide ? wide_bytes<Codes>(item) : item.tile_bytes;
-  for (int b = 0; b < item.x.blocks; ++b, ++x, block += block_bytes(bits), codes += wide ? Codes::kWideBlock : 0) {
+  for (int b = 0; b < item.x.blocks; ++b, ++x, block += step) {
     if constexpr (wide) Codes::fetch(x + 1, place);
-    else if constexpr (N < kTilesFollowed) fetch_block<bits, N>(block + N * item.tile_bytes, item.tile_bytes);
+    else if constexpr (N < kTilesFollowed) fetch_block<Codes::kBits, N>(block + N * stride, stride);
     Codes::template form_sums<R, N, wide>(
-        wide ? codes : block, stride, *x, place, [&](auto i, typename S::F sum) __attribute__((always_inline)) {
-          const BlockScales<S, bits> scales(block + i % N * item.tile_bytes + kBlockColumns * kLanes * bits / 8);
-          totals[i] = scales.add(totals[i], sum, *x, place + i / N);
+        block, stride, *x, place, [&](auto i, typename S::F sum) __attribute__((always_inline)) {
+          totals[i] = scales_of<Codes, wide>(block + i % N * stride).add(totals[i], sum, *x, place + i / N);
         });
   }
   unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
@@ -52,27 +63,28 @@ void code_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const
   });
 }
 
-// Widened codes of a tile of w.
+// Widens a tile of w.
 template <class Codes>
-void widen_tile_codes(const BlockItem& item, std::int64_t tile, std::byte* codes) {
+void widen_blocks(const BlockItem& item, std::int64_t tile, std::byte* wide) {
   const std::byte* block = item.w + tile * item.tile_bytes;
-  for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(Codes::kBits), codes += Codes::kWideBlock)
-    Codes::widen(block, codes);
+  for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(Codes::kBits), wide += kWideBlock<Codes>) {
+    Codes::widen(block, wide);
+    scales_of<Codes, false>(block).store(reinterpret_cast<float*>(wide + Codes::kWideCodes));
+  }
 }
 
-// Whole groups of S::kBlockRows rows of x, times all tiles. Returns the first row that is left. Two tiles at a time fill
-// a cache line with results and read rows of x from the second-level cache half as often. `Codes` says how many tiles
-// fit in the first-level cache.
+// Whole groups of S::kBlockRows rows of x, times all tiles. Returns the first row that is left. With more tiles at a time
+// rows of x are read less often from the second-level cache. `Codes` says how many tiles fit in the first-level cache.
 template <class Codes, Dtype dtype>
 std::int64_t wide_rows(const BlockItem& item, std::byte* scratch) {
   using S = typename Codes::Lanes;
   constexpr int R = S::kBlockRows, N = S::template kBlockTiles<R>;
-  static_assert(block_scratch_bytes(64) >= 64 * Codes::kTiles * Codes::kWideBlock && Codes::kTiles % N == 0);
+  static_assert(block_scratch_bytes(64) >= 64 * Codes::kTiles * kWideBlock<Codes> && Codes::kTiles % N == 0);
   const std::int64_t bytes = wide_bytes<Codes>(item);
   const std::int64_t last = item.first_row + (item.last_row - item.first_row) / R * R;
   for (std::int64_t tile = item.first_tile; tile < item.last_tile; tile += Codes::kTiles) {
     const std::int64_t count = tile + Codes::kTiles <= item.last_tile ? Codes::kTiles : item.last_tile - tile;
-    for (std::int64_t i = 0; i < count; ++i) widen_tile_codes<Codes>(item, tile + i, scratch + i * bytes);
+    for (std::int64_t i = 0; i < count; ++i) widen_blocks<Codes>(item, tile + i, scratch + i * bytes);
     for (std::int64_t row = item.first_row; row < last; row += R) {
       std::int64_t i = 0;
       for (; i + N <= count; i += N) code_tile<Codes, dtype, R, N, true>(item, row, tile + i, scratch + i * bytes);
@@ -90,7 +102,8 @@ std::int64_t few_rows(const BlockItem& item, std::int64_t row, std::int64_t tile
   static_assert(tiles % N == 0);
   if constexpr (R <= Codes::Lanes::kBlockRows)
     for (; row + R <= item.last_row; row += R)
-      for (int i = 0; i < tiles; i += N) code_tile<Codes, dtype, R, N, false>(item, row, tile + i, nullptr);
+      for (int i = 0; i < tiles; i += N)
+        code_tile<Codes, dtype, R, N, false>(item, row, tile + i, item.w + (tile + i) * item.tile_bytes);
   return row;
 }
 

@@ -30,7 +30,7 @@ struct BlockWords {
   static constexpr int kBits = bits;
   static constexpr int kTiles = 1;
   static constexpr int kSteps = kBlockColumns / 2;
-  static constexpr int kWideBlock = kBlockColumns * kLanes * 2;  // a word for each code
+  static constexpr int kWideCodes = kBlockColumns * kLanes * 2;  // a word for each code
 
   static void widen(const std::byte* block, std::byte* codes) {
     unrolled<kSteps>([&](auto step) __attribute__((always_inline)) {

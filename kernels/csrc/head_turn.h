@@ -37,14 +37,13 @@ void turn_tile(const TurnItem& item, int row, int first) {
   });
 }
 
-// R rows times all columns, N vectors of them at a time.
+// R rows times the columns from `first` on, N vectors of them at a time, the rest half as many at a time.
 template <class S, Dtype dtype, int R, int N>
-void turn_rows(const TurnItem& item, int row) {
+void turn_rows(const TurnItem& item, int row, int first = 0) {
   const int d = item.head_dim;
-  int first = 0;
   for (; first + N * kLanes <= d; first += N * kLanes) turn_tile<S, dtype, R, N, true>(item, row, first);
-  for (; first + kLanes <= d; first += kLanes) turn_tile<S, dtype, R, 1, true>(item, row, first);
-  if (first < d) turn_tile<S, dtype, R, 1, false>(item, row, first);
+  if constexpr (N > 1) turn_rows<S, dtype, R, N / 2>(item, row, first);
+  else if (first < d) turn_tile<S, dtype, R, 1, false>(item, row, first);
 }
 
 template <class S, Dtype dtype>

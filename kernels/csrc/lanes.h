@@ -15,15 +15,11 @@ constexpr int lane_rows(int rows) {
   return (rows + kLanes - 1) / kLanes * kLanes;
 }
 
-// use(r0, NV) for every tile.
-template <class S, class Use>
-[[gnu::always_inline]] inline void each_lane_tile(int rows, Use use) {
-  constexpr int NV = S::kLaneVectors;
-  int r0 = 0;
+// use(r0, NV) for every tile from row `r0` on. What is left after tiles of NV vectors has half as many.
+template <class S, int NV = S::kLaneVectors, class Use>
+[[gnu::always_inline]] inline void each_lane_tile(int rows, Use use, int r0 = 0) {
   for (; r0 + (NV - 1) * kLanes < rows; r0 += NV * kLanes) use(r0, std::integral_constant<int, NV>{});
-  if constexpr (NV > 1) {
-    if (r0 < rows) use(r0, std::integral_constant<int, 1>{});
-  }
+  if constexpr (NV > 1) each_lane_tile<S, NV / 2>(rows, use, r0);
 }
 
 // Running softmax as in `State`, except that `top` may lie below a row's largest score, by kHeadroom at most. So

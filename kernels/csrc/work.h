@@ -1,6 +1,7 @@
 // Items of work, each computed by one thread, and the table of operations that each instruction set fills.
 #pragma once
 
+#include <cstring>
 #include <string_view>
 
 #include "page_format.h"
@@ -180,9 +181,8 @@ struct alignas(64) RowBlock {
   // Whether one of R rows has lower digits.
   template <int R>
   bool any_fine(int row) const {
-    bool any = false;
-    for (int r = row; r < row + R; ++r) any |= fine[r] != 0;
-    return any;
+    constexpr std::uint8_t none[R] = {};
+    return std::memcmp(fine + row, none, R) != 0;
   }
 };
 
@@ -197,9 +197,9 @@ struct BlockRows {
   RowBlock* group_of(std::int64_t row) const { return data + row / kLanes * blocks; }
 };
 
-// A unit that multiplies matrices (block_matrix.h) forms the sums of kMatrixBlocks blocks at once. kWideTiles tiles of
-// the weight are in scratch memory.
-inline constexpr int kMatrixBlocks = 2, kWideTiles = 2;
+// Up to kWideTiles tiles of the weight are in scratch memory. A unit that multiplies matrices (block_matrix.h) takes
+// kMatrixTiles of them, and forms the sums of kMatrixBlocks blocks at once.
+inline constexpr int kWideTiles = 3, kMatrixTiles = 2, kMatrixBlocks = 2;
 
 // Bytes of a tile of the weight with a byte for each code and its numbers in FP32, with room for kMatrixBlocks - 1 more
 // blocks.

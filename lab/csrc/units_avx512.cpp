@@ -16,6 +16,9 @@ namespace {
 #define AND(to) "vpandd %%zmm29, %%zmm30, %%zmm" #to "\n"
 #define SHIFT(to) "vpsrlw $2, %%zmm30, %%zmm" #to "\n"
 #define BROADCAST(to) "vpbroadcastd (%1), %%zmm" #to "\n"
+#define LOAD(to) "vmovdqu64 (%1), %%zmm" #to "\n"
+#define LOADS(to) LOAD(to) LOAD(to) LOAD(to) LOAD(to)
+#define BROADCASTS(to) BROADCAST(to) BROADCAST(to) BROADCAST(to) BROADCAST(to)
 #define UNPACK(to) SHIFT(to) AND(to) BROADCAST(to)
 #define AFFINE(to) "vgf2p8affineqb $0, %%zmm29, %%zmm30, %%zmm" #to "\n"
 #define FMA(to) "vfmadd231ps %%zmm29, %%zmm28, %%zmm" #to "\n"
@@ -38,6 +41,8 @@ constexpr double kProducts = 16.0 * 64 * kRounds;
   }
 
 KERNEL(alone, NOTHING)
+KERNEL(with_loads, LOADS)
+KERNEL(with_broadcasts, BROADCASTS)
 KERNEL(with_unpack, UNPACK)
 KERNEL(with_affine, AFFINE)
 KERNEL(with_fma, FMA)
@@ -54,6 +59,8 @@ int main() {
           : "xmm28", "xmm29", "xmm30", "xmm31");
   const units::Speeds speeds(kProducts, alone);
   speeds.print("16 vpdpbusd", alone);
+  speeds.print("with 16 loads of 64 bytes", with_loads);
+  speeds.print("with 16 vpbroadcastd from memory", with_broadcasts);
   speeds.print("with 4 each of vpsrlw, vpandd, vpbroadcastd", with_unpack);
   speeds.print("with 4 vgf2p8affineqb", with_affine);
   speeds.print("with 4 vfmadd231ps", with_fma);

@@ -8,6 +8,8 @@ namespace hack {
 
 struct Amx : Avx512 {
   static constexpr const char* name = "avx512-amx";
+  static constexpr int kLaneVectors = 2;  // the sums of two vectors of lanes fill the unit's tiles
+  static constexpr int kLaneRows = 8;
   // While an object lives, the thread's tiles have 16 rows: tiles 0 to 5 rows of `row_bytes` bytes, the others of 64.
   // (The library's products configure tiles anew for each call.)
   class Tiles {

@@ -20,13 +20,13 @@ struct Avx512 {
   static constexpr int kProductOutputs = 6;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 8;
   static constexpr int kTurnRows = 4;     // accumulators of a rotation of heads: rows of x
-  static constexpr int kTurnVectors = 2;  // times vectors of outputs
+  static constexpr int kTurnVectors = 4;  // times vectors of outputs
   static constexpr int kTurnVectorsOfOneRow = 4;
   static constexpr int kProductCache = 1 << 30;  // the tile reads x rarely enough to leave it in the second-level cache
   static constexpr bool kMultipliesWords = false;
   static constexpr int kBlockRows = 4;  // accumulators of a product with codes of a weight: up to 4 rows of x
   template <int rows>
-  static constexpr int kBlockTiles = rows == 1 ? 6 : rows == 2 ? 3 : 2;  // times tiles of 16 rows of a weight
+  static constexpr int kBlockTiles = rows == 1 ? 6 : 3;  // times tiles of 16 rows of a weight
   using F = __m512;
   using I = __m512i;
   using W = __m512i;
@@ -169,8 +169,8 @@ struct Avx512 {
     return add_int(acc, _mm512_slli_epi32(dot(zero_int(), bytes, plane<1, 7>(codes)), 8));
   }
   // Accumulators of a product with rows in lanes: vectors of rows, times words of a page.
-  static constexpr int kLaneVectors = 2;
-  static constexpr int kLaneRows = 8;
+  static constexpr int kLaneVectors = 4;
+  static constexpr int kLaneRows = 4;
   template <int bits>
   static constexpr int kRunOfDots = 0;  // sums of 32 bits hold any number of products
   template <int bits>
@@ -178,6 +178,14 @@ struct Avx512 {
     return dot(sum, codes, signed_bytes);
   }
   static I run_total(I run) { return run; }
+  // A sum below 2^22 in size that began at kSumStart is the mantissa of a float. So one operation makes it a float and
+  // multiplies it by `factor`, and rounds once.
+  static constexpr std::int32_t kSumStart = 0x4B400000;
+  static constexpr float kFloatStart = 0x1.8p23f;  // has the bits kSumStart
+  static F whole_sum(I sum) { return sub(_mm512_castsi512_ps(sum), splat(kFloatStart)); }
+  static F scaled_sum(I sum, float factor) {
+    return fma(_mm512_castsi512_ps(sum), splat(factor), splat(-kFloatStart * factor));
+  }
   // Lanes of numbers in 0..127 to lanes of four bytes.
   static I quads_of(I a, I b, I c, I d) {
     const I shorts = _mm512_packus_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));

@@ -184,6 +184,10 @@ struct Portable {
     return dot(sum, codes, signed_bytes);
   }
   static I run_total(I run) { return run; }
+  // A sum that began at kSumStart as a float, and times a factor.
+  static constexpr std::int32_t kSumStart = 0;
+  static F whole_sum(I sum) { return to_float(sum); }
+  static F scaled_sum(I sum, float factor) { return to_float(sum) * factor; }
   // Lanes of numbers in 0..127 to lanes of four bytes.
   static I quads_of(I a, I b, I c, I d) { return a | b << 8 | c << 16 | d << 24; }
   // W is 8 words of 32 bits, each in the lower half of 64 bits. A product fills all 64.
