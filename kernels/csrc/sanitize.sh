@@ -9,7 +9,7 @@ python=${PYTHON:-.venv/bin/python}
 build=build/sanitize
 
 cmake -S kernels/csrc -B "$build" -DHACK_SANITIZE=ON -DHACK_LAB=ON -DPython_EXECUTABLE="$(realpath -s "$python")" > /dev/null
-cmake --build "$build" --parallel
+cmake --build "$build" --parallel "$(nproc)"
 
 swapped=()
 put_back() { for extension in "${swapped[@]}"; do mv "$extension.installed" "$extension"; done; }
