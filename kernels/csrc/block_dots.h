@@ -10,8 +10,8 @@ template <class S, int bits>
 struct BlockDots : BlockBytes<S, bits> {
   static void fetch(const RowBlock*, int) {}  // the processor's own fetching keeps up with rows of x
 
-  // Does what BlockDigits::form_sums does. Sums of upper digits are in memory while there are others: the compiler would
-  // rather keep totals there, which all blocks take.
+  // Does what BlockDigits::form_sums does. In a block with lower digits, sums of upper digits wait in memory. If they
+  // stayed in registers, the compiler would keep totals in memory, in blocks without lower digits too.
   template <int R, int N, bool wide, class Take>
   [[gnu::always_inline]] static void form_sums(const std::byte* from, std::int64_t stride, const RowBlock& x, int place,
                                                Take take) {
@@ -21,7 +21,7 @@ struct BlockDots : BlockBytes<S, bits> {
     if (x.any_fine<R>(place)) {
       float upper[R * N][kLanes];
       unrolled<R * N>([&](auto i) __attribute__((always_inline)) { S::store(upper[i], S::whole_sum(dots[i])); });
-      asm volatile("" : "+m"(upper)::"memory");  // GCC would not load sums or codes again
+      asm volatile("" : "+m"(upper)::"memory");  // GCC would keep sums and codes in registers
       BlockDots::template add_digit<R, N, wide, 1, S::kSumStart>(from, stride, x, place, dots);
       unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
         sums[i] = S::fused(S::load(upper[i]), S::splat(kDigitBase), S::whole_sum(dots[i]));

@@ -123,7 +123,7 @@ struct BlockScales {
     return total;
   }
 
-  static constexpr int kNumbers = (bits == 4 ? 2 : 1) * kLanes;
+  static constexpr int kNumbers = (bits == 4 ? 2 : 1) * kLanes;  // that `store` writes
   typename S::F scale;
   typename S::F minimum;
 };

@@ -74,7 +74,7 @@ void widen_blocks(const BlockItem& item, std::int64_t tile, std::byte* wide) {
 }
 
 // Whole groups of S::kBlockRows rows of x, times all tiles. Returns the first row that is left. With more tiles at a time
-// rows of x are read less often from the second-level cache. `Codes` says how many tiles fit in the first-level cache.
+// rows of x are read less often from the second-level cache. `Codes` says how many tiles are widened at once.
 template <class Codes, Dtype dtype>
 std::int64_t wide_rows(const BlockItem& item, std::byte* scratch) {
   using S = typename Codes::Lanes;

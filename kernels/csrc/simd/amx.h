@@ -8,8 +8,7 @@ namespace hack {
 
 struct Amx : Avx512 {
   static constexpr const char* name = "avx512-amx";
-  static constexpr int kLaneVectors = 2;  // the sums of two vectors of lanes fill the unit's tiles
-  static constexpr int kLaneRows = 8;
+  static constexpr int kLaneVectors = 2;  // as many as `lane_products` takes
   // While an object lives, the thread's tiles have 16 rows: tiles 0 to 5 rows of `row_bytes` bytes, the others of 64.
   // (The library's products configure tiles anew for each call.)
   class Tiles {
@@ -64,6 +63,7 @@ struct Amx : Avx512 {
   template <Product kind, int NV, bool adds>
   static void lane_products(const void* a, std::int64_t stride, int n, const Step* steps, int count, const void* b,
                             void* out) {
+    static_assert(NV <= kLaneVectors);
     const auto* rows = static_cast<const std::byte*>(a);
     auto* to = static_cast<std::byte*>(out);
     tiles_see_memory();

@@ -184,7 +184,7 @@ struct Portable {
     return dot(sum, codes, signed_bytes);
   }
   static I run_total(I run) { return run; }
-  // A sum that began at kSumStart as a float, and times a factor.
+  // A sum that began at kSumStart becomes a float, and a float times `factor`.
   static constexpr std::int32_t kSumStart = 0;
   static F whole_sum(I sum) { return to_float(sum); }
   static F scaled_sum(I sum, float factor) { return to_float(sum) * factor; }
