@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 import torch
-from hack_kernels.base import Pool, Rows
-from hack_kernels.float_format import Element, FloatFormat, Scaling
-from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.base import Rows
+from hack_kernels.float_format import FloatFormat
 from hack_kernels.hack_format import (
     HEAD_DIMS,
     PAGE_TOKENS,
@@ -25,16 +22,8 @@ from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.dense import dense_launch
 from hack_kernels.triton.exchange import exchange_launch
-from hack_kernels.triton.float_decode import float_decode_launch
-from hack_kernels.triton.float_layout import float_layout
-from hack_kernels.triton.float_query import ROWS_AT_ONCE
-from hack_kernels.triton.float_seal import float_seal_launch
 from hack_kernels.triton.floats import WIDEST
-from hack_kernels.triton.group_decode import group_decode_launch
-from hack_kernels.triton.group_layout import group_layout
-from hack_kernels.triton.group_seal import group_seal_launch
-from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.layout import new_pages, new_planar_pages
+from hack_kernels.triton.layout import new_pages
 from hack_kernels.triton.level_decode import level_decode_launch
 from hack_kernels.triton.level_exchange import level_exchange_launch
 from hack_kernels.triton.level_prefill import level_prompt_reader
@@ -48,6 +37,7 @@ from hack_kernels.window import Window
 from lab.gpu.dequantize import dequantize_launch
 from lab.gpu.example import KV_HEADS, TOKENS, Example, empty, one_step, pool_of, sequences
 from lab.gpu.presets import PRESETS
+from lab.gpu.read_examples import CENTRED, FLOATS, GROUPS, LOOKUPS, NUMBERS, floats
 from lab.gpu.row_examples import between_products, rotation
 
 
@@ -72,44 +62,6 @@ def rows(fmt: HackFormat, group: int) -> Example:
     launch = rows_launch(replace(pool_of(fmt, 0), planes=planes), *one_step(fmt, group))
     name = f"rows D={fmt.head_dim} Π={fmt.page_tokens} G={group}"
     return Example(name, launch, launch.arguments["R"] // launch.warps)
-
-
-def floats(fmt: FloatFormat, group: int) -> tuple[Example, ...]:
-    """Every kernel for pages of small floating-point numbers; other shapes are as in `decode` and `seal`."""
-    name = f"{fmt.element} {fmt.scaling} D={fmt.head_dim} Π={fmt.page_tokens}"
-    planes = new_planar_pages(fmt, float_layout(fmt), TOKENS // fmt.page_tokens, KV_HEADS, torch.device("meta"))
-    pool = replace(pool_of(HackFormat(fmt.head_dim, fmt.page_tokens), 0), planes=planes)
-    decoding = float_decode_launch(fmt, pool, *one_step(fmt, group))
-    return _read_one_by_one(name, group, pool, decoding, partial(float_seal_launch, fmt))
-
-
-def groups(fmt: GroupFormat, group: int) -> tuple[Example, ...]:
-    """Every kernel for pages of integer codes in groups; see `floats`."""
-    planes = new_planar_pages(fmt, group_layout(fmt), TOKENS // fmt.page_tokens, KV_HEADS, torch.device("meta"))
-    pool = replace(pool_of(HackFormat(fmt.head_dim, fmt.page_tokens), 0), planes=planes)
-    decoding = group_decode_launch(fmt, pool, *one_step(fmt, group))
-    kind = "centred" if fmt.k.centre else "groups"
-    name = f"{kind} K{fmt.k.bits}V{fmt.v.bits} D={fmt.head_dim} Π={fmt.page_tokens}"
-    return _read_one_by_one(name, group, pool, decoding, partial(group_seal_launch, fmt))
-
-
-def _centred(bits: int, head_dim: int) -> Grouping:
-    """As many codes as `bits` hold, but for one, with a scale for each row."""
-    return Grouping(bits, head_dim, centre=2 ** (bits - 1) - 1)
-
-
-def _read_one_by_one(
-    name: str, group: int, pool: Pool, decoding: Launch, seal: Callable[..., Launch]
-) -> tuple[Example, ...]:
-    """Decode and seal for pages whose values are read one by one."""
-    page_tokens, head_dim, tokens = pool.page_tokens, pool.open_k.shape[-1], 2**14
-    count = tokens // page_tokens
-    page_k, page_v = (empty(count, KV_HEADS, page_tokens, head_dim, dtype=torch.float16) for _ in range(2))
-    sealing = seal(pool, empty(count, dtype=torch.int64), page_k, page_v)
-    return (
-        Example(f"decode {name} G={group}", decoding, ROWS_AT_ONCE.value),
-        Example(f"seal {name}", sealing),
-    )
 
 
 def prefill(fmt: HackFormat, group: int) -> Example:
@@ -222,35 +174,6 @@ DECODE: Final = (
     decode(HackFormat(64, 64, arithmetic=Arithmetic.ASYMMETRIC), 8),
 )
 RIVALS: Final = (*(rival(HackFormat(d, 64), 8) for rival in (dequantize, rows) for d in (128, 64)),)
-NUMBERS: Final = (
-    (Element.E4M3, Scaling.PAGE),
-    (Element.E4M3, Scaling.POWER),
-    (Element.E2M3, Scaling.POWER),
-    (Element.E2M1, Scaling.POWER),
-    (Element.E2M1, Scaling.TWOFOLD),
-)
-"""The formats of codecs `fp8`, `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4`."""
-FLOATS: Final = tuple(
-    example
-    for element, scaling in NUMBERS
-    for d, group in ((128, 8), (128, 4), (64, 3))
-    for example in floats(FloatFormat(d, element, scaling, 64), group)
-    if group != 8 or example.name.startswith("decode")
-)
-GROUPS: Final = tuple(
-    example
-    for bits in (4, 2)
-    for d, group in ((128, 4), (64, 3))
-    for example in groups(GroupFormat(d, Grouping(bits, 32, by_channel=True), Grouping(bits, 32), 64), group)
-)
-"""The formats of codecs `kivi-*`."""
-CENTRED: Final = tuple(
-    example
-    for k_bits, v_bits in ((5, 5), (5, 4), (4, 4))
-    for d, group in ((128, 4), (64, 3))
-    for example in groups(GroupFormat(d, _centred(k_bits, d), _centred(v_bits, d), 64), group)
-)
-"""The formats of codecs `cachegen*`."""
 PREFILL: Final = (
     prefill(HackFormat(128, 64), 4),
     prefill(HackFormat(64, 32), 7),
@@ -290,6 +213,7 @@ KINDS: Final = (
     FLOATS,
     GROUPS,
     CENTRED,
+    LOOKUPS,
     PREFILL,
     DENSE,
     SEAL,

@@ -244,7 +244,7 @@ def _source(launch: Launch) -> ASTSource:
     for i, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
         specialized = not (isinstance(value, Tensor | TensorDescriptor) or parameter.do_not_specialize)
-        if parameter.is_constexpr or (specialized and value == 1):
+        if parameter.is_constexpr or value is None or (specialized and value == 1):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
             continue

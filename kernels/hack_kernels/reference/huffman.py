@@ -22,20 +22,23 @@ class HuffmanReference(ReadingReference):
     def __init__(self, fmt: HuffmanFormat, device: torch.device) -> None:
         super().__init__(fmt, device)
         self.fmt = fmt
+        self._rungs = {name: fmt.side(name).rungs for name in ("k", "v")}
+        self._books = {name: books_of(fmt.side(name).symbols).to(device) for name in ("k", "v")}
 
     def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
-        """Quantize with one rung after another, until every page fits."""
-        side, x, books = self.fmt.side(name), rows.float(), self._books(name)
+        """Quantize with one rung after another, until every page fits. On a device that the host would have to wait
+        for, all rungs are tried."""
+        side, x, books = self.fmt.side(name), rows.float(), self._books[name]
         found: tuple[Tensor, ...] = ()
         fits = torch.zeros(x.shape[:-2], dtype=torch.bool, device=x.device)
-        for rung in side.rungs:
+        for rung in self._rungs[name]:
             step, first = steps(x, side.unit, rung)
             codes = (torch.round(x / step) - first).long()
             bits, book, centre = choice(books, codes.flatten(-2))
             new = step, first, codes, book[..., None, None], centre[..., None, None]
             found = tuple(map(torch.where, [fits[..., None, None]] * len(new), found or new, new))
             fits |= bits <= self.fmt.room_bits(name)
-            if bool(fits.all()):
+            if x.device.type == "cpu" and bool(fits.all()):
                 break
         step, first, codes, book, centre = (each.flatten(-2) for each in found)
         symbols = torch.remainder(codes - centre, side.symbols)
@@ -50,7 +53,7 @@ class HuffmanReference(ReadingReference):
 
     def dequantize(self, name: str, planes: Planes, heads: slice = ALL_HEADS) -> Tensor:
         """(n + c)·s."""
-        side, books, shape = self.fmt.side(name), self._books(name), (self.fmt.page_tokens, self.fmt.head_dim)
+        side, books, shape = self.fmt.side(name), self._books[name], (self.fmt.page_tokens, self.fmt.head_dim)
         book, centre = planes[f"{name}_book"].long().split(1, -1)
         lookup = books.lookup[book[..., 0].clamp(max=len(books.lookup) - 1)]
         symbols = decoded(lookup, planes[f"{name}_sizes"], planes[f"{name}_codes"], self.fmt.elements)
@@ -59,9 +62,6 @@ class HuffmanReference(ReadingReference):
         first, step = (planes[f"{name}_{part}"].float().unflatten(-1, along) for part in ("first", "step"))
         found: Tensor = (first + codes) * step
         return found
-
-    def _books(self, name: str) -> Books:
-        return books_of(self.fmt.side(name).symbols).to(self.device)
 
     def _coded_bytes(self, name: str) -> int:
         return next(plane.page_bytes for plane in self.fmt.planes if plane.name == f"{name}_codes")
@@ -81,7 +81,8 @@ def choice(books: Books, codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For the codes [..., n] of pages: the fewest bits that they take, the book and the centre, each [...] int64."""
     lengths = (books.codes >> 16).long()
     symbols = lengths.shape[1]
-    shifted = (torch.arange(symbols)[:, None] - torch.arange(symbols)).remainder(symbols).to(codes.device)
+    symbol = torch.arange(symbols, device=codes.device)
+    shifted = (symbol[:, None] - symbol).remainder(symbols)
     costs = lengths[:, shifted].permute(1, 0, 2).flatten(1)  # [A, B·A]: bits of a code with each book and centre
     seen = torch.zeros((*codes.shape[:-1], symbols), dtype=torch.float64, device=codes.device)
     seen.scatter_add_(-1, codes, torch.ones_like(codes, dtype=torch.float64))

@@ -19,6 +19,7 @@ class NuqReference(ReadingReference):
         super().__init__(fmt, device)
         self.fmt = fmt
         self._tables: NuqTables | None = None
+        self._normal = {name: torch.tensor(normal_poles(fmt.side(name).bits), device=device) for name in ("k", "v")}
 
     def calibrate(self, tables: NuqTables) -> None:
         """Keep the tables."""
@@ -84,7 +85,7 @@ class NuqReference(ReadingReference):
         """The poles of K or V, float32 on the device."""
         if self.fmt.calibrated:
             return self.tables.k_poles if name == "k" else self.tables.v_poles
-        return torch.tensor(normal_poles(self.fmt.side(name).bits), dtype=torch.float32, device=self.device)
+        return self._normal[name]
 
     def _known_range(self, heads: slice) -> Tensor:
         """[heads, 2, D]"""

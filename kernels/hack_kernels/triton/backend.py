@@ -31,11 +31,14 @@ from hack_kernels.base import (
 )
 from hack_kernels.check import check_attention, check_install, check_requantize, check_seal
 from hack_kernels.compiler import Compiler
+from hack_kernels.delta_format import DeltaFormat
 from hack_kernels.device_choosing import DeviceRows
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.group_format import GroupFormat
 from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, HackFormat, OpenPage
+from hack_kernels.huffman_format import HuffmanFormat
 from hack_kernels.level_format import LevelFormat
+from hack_kernels.nuq_format import NuqFormat
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.row_format import RowFormat
 from hack_kernels.stopwatch import HostStopwatch
@@ -49,12 +52,16 @@ except ModuleNotFoundError as error:
 from hack_kernels.triton import decode, exchange, layout, prefill
 from hack_kernels.triton.ahead import TritonCompiler
 from hack_kernels.triton.code_tiles import CODE_BITS
+from hack_kernels.triton.deltas import DeltaTriton
 from hack_kernels.triton.dense import attn_dequantized, hack_sides
 from hack_kernels.triton.events import EventStopwatch, mark
 from hack_kernels.triton.floats import WIDEST, FloatTriton
 from hack_kernels.triton.groups import GroupTriton, takes_groups
 from hack_kernels.triton.head_rotation import RotatedHeads
+from hack_kernels.triton.huffman import HuffmanTriton
 from hack_kernels.triton.levels import NARROWEST, LevelTriton
+from hack_kernels.triton.nuq import NuqTriton
+from hack_kernels.triton.reading import InRecords
 from hack_kernels.triton.row_ops import FusedRows
 from hack_kernels.triton.rows import RowTriton
 from hack_kernels.triton.seal import seal
@@ -201,22 +208,19 @@ def _for_codes(fmt: HackFormat, backend: TritonBackend) -> PageKernels | None:
     return HackTriton(fmt, backend.device, backend.workspace, backend.prefill)
 
 
-def _for_floats(fmt: FloatFormat, backend: TritonBackend) -> PageKernels | None:
-    """Kernels for fused conversion, in the shapes of codes up to `WIDEST`; else None."""
-    if not fmt.fused or not _shaped(fmt):
-        return None
-    return FloatTriton(fmt, backend.device, backend.workspace)
+def _read(kernels: type[InRecords]) -> Callable[[Any, TritonBackend], PageKernels | None]:
+    """Kernels for fused conversion of a format, in the shapes of codes up to `WIDEST`; else None."""
+
+    def found(fmt: Any, backend: TritonBackend) -> PageKernels | None:
+        shaped = fmt.head_dim in HEAD_DIMS and fmt.head_dim <= WIDEST and fmt.page_tokens in PAGE_TOKENS
+        return kernels(fmt, backend.device, backend.workspace) if fmt.fused and shaped else None
+
+    return found
 
 
 def _for_groups(fmt: GroupFormat, backend: TritonBackend) -> PageKernels | None:
-    """Kernels for fused conversion of `takes_groups`, in the shapes of codes up to `WIDEST`; else None."""
-    if not fmt.fused or not _shaped(fmt) or not takes_groups(fmt):
-        return None
-    return GroupTriton(fmt, backend.device, backend.workspace)
-
-
-def _shaped(fmt: FloatFormat | GroupFormat) -> bool:
-    return fmt.head_dim in HEAD_DIMS and fmt.head_dim <= WIDEST and fmt.page_tokens in PAGE_TOKENS
+    """As `_read`, if `takes_groups`."""
+    return _read(GroupTriton)(fmt, backend) if takes_groups(fmt) else None
 
 
 def _for_levels(fmt: LevelFormat, backend: TritonBackend) -> PageKernels | None:
@@ -234,10 +238,13 @@ def _for_rows(fmt: RowFormat, backend: TritonBackend) -> PageKernels | None:
 
 
 FORMATS: Final[dict[type[PageFormat], Callable[[Any, TritonBackend], PageKernels | None]]] = {
-    FloatFormat: _for_floats,
+    DeltaFormat: _read(DeltaTriton),
+    FloatFormat: _read(FloatTriton),
     GroupFormat: _for_groups,
     HackFormat: _for_codes,
+    HuffmanFormat: _read(HuffmanTriton),
     LevelFormat: _for_levels,
+    NuqFormat: _read(NuqTriton),
     RowFormat: _for_rows,
 }
 """Class of page format -> function of a format and the backend; it returns None for a format without kernels."""

@@ -15,11 +15,10 @@ from torch import Tensor
 from hack_kernels.base import Pool, Spans
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.triton.float_layout import float_layout, page_factor, row_scales, widened
-from hack_kernels.triton.float_query import ROWS_AT_ONCE, product, rounded_query
+from hack_kernels.triton.float_query import ROWS_AT_ONCE, product, rounded_query, weights_of
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.paged import ALL_REGISTERS, LOWEST, REGISTERS, PageReader, paged_launch
+from hack_kernels.triton.paged import ALL_REGISTERS, REGISTERS, PageReader, paged_launch
 from hack_kernels.triton.split import Workspace
-from hack_kernels.triton.tiles import doubled, equal_halves
 
 NARROW = 64
 """Up to this head_dim three programs fit a multiprocessor without spills; wider pages take all registers."""
@@ -145,12 +144,7 @@ def add_float_pages(state, keys, values, valid, query, LAYOUT: tl.constexpr, W: 
     for first in tl.range(0, PI, ROWS_AT_ONCE, num_stages=1):
         top, weight, out = state
         score = float_scores(keys, first, query, LAYOUT, W, N) * k_factor[:, None, None]
-        new_top = tl.maximum(top, tl.where(valid[:, None], tl.max(score, 1), LOWEST))
-        kept = tl.exp2(top - new_top)
-        base = tl.where(valid[:, None], new_top, -LOWEST)  # pages that do not count get weights of 0
-        p = tl.exp2(score - base[:, None, :]).to(tl.float16)
-        ones = tl.full((W, 16, ROWS_AT_ONCE), 1.0, tl.float32).to(tl.float16)
-        weight = equal_halves(product(ones, p, doubled(weight * kept[:, None, :], W, N)), W, N)
+        new_top, kept, p, weight = weights_of(top, weight, score, valid, W, N)
         scaled, factor = p, v_factor
         added = ()
         for m in tl.static_range(D // 16):

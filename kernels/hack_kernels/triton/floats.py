@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final
 
-import torch
 from torch import Tensor
 
-from hack_kernels.base import PageFormat, Planes, Pool, Rows, Spans
-from hack_kernels.check import check_attention, check_seal
+from hack_kernels.base import Pool, Spans
+from hack_kernels.check import check_seal
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.reference.floats import FloatReference
-from hack_kernels.triton.dense import attn_read
 from hack_kernels.triton.float_decode import float_decode_launch
-from hack_kernels.triton.float_layout import float_layout
+from hack_kernels.triton.float_layout import FloatLayout, float_layout
 from hack_kernels.triton.float_seal import float_seal_launch
-from hack_kernels.triton.layout import check_layout, new_planar_pages
-from hack_kernels.triton.paged import rows_of_heads
-from hack_kernels.triton.split import Workspace
+from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.layout import check_layout
+from hack_kernels.triton.reading import InRecords
 
 WIDEST: Final = 128
 """With more channels decode spills (`python -m lab.gpu.inspect`), so the definition serves."""
 
 
-class FloatTriton(FloatReference):
-    """Implements `PageKernels`: seals, and attention of 16-bit queries, in decode and in prompts.
+class FloatTriton(InRecords, FloatReference):
+    """Implements `PageKernels` (`float_layout.py`)."""
 
-    FP32 queries, which kernels would round, go to the definition, in torch on the device. Pages rest in records
-    (`float_layout.py`), whose planes travel as they are.
-    """
+    def layout_of(self, fmt: FloatFormat) -> FloatLayout:
+        """See `InRecords`."""
+        return float_layout(fmt)
 
-    served_by = "triton"
-
-    def __init__(self, fmt: FloatFormat, device: torch.device, workspace: Workspace) -> None:
-        super().__init__(fmt, device)
-        self._workspace = workspace
-
-    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
-        """Views into the records."""
-        layouts = ((float_layout(cast(FloatFormat, fmt)), fmt) for fmt in formats)
-        return tuple(new_planar_pages(fmt, layout, num_pages, num_kv_heads, self.device) for layout, fmt in layouts)
+    def decoding(self, pool: Pool, spans: Spans, q: Tensor, out: Tensor) -> Launch:
+        """See `InRecords`."""
+        return float_decode_launch(self.fmt, pool, spans, q, out, self._workspace)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantize all pages in one launch."""
@@ -48,16 +38,3 @@ class FloatTriton(FloatReference):
         check_layout(float_layout(self.fmt), pool.planes)
         if page_ids.numel():
             float_seal_launch(self.fmt, pool, page_ids, k.contiguous(), v.contiguous()).run()
-
-    def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """Decode takes one launch, without waiting for the device, if queries have 16 bits."""
-        if rows.q.dtype.itemsize != 2:
-            return super().attend(layer, pool, spans, rows)
-        check_attention(self.fmt, pool, spans, rows)
-        check_layout(float_layout(self.fmt), pool.planes)
-        if rows.k is not None and rows.v is not None:
-            return attn_read(self, pool, spans, rows)
-        q = rows_of_heads(rows.q)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        float_decode_launch(self.fmt, pool, spans, q, out, self._workspace).run()
-        return out

@@ -14,12 +14,11 @@ from torch import Tensor
 from hack_kernels.base import Pool, Spans
 from hack_kernels.group_format import GroupFormat
 from hack_kernels.triton.float_decode import SMALLEST, WEIGHT_UNIT, in_operand_order, load_bytes
-from hack_kernels.triton.float_query import ROWS_AT_ONCE, product, rounded_query
+from hack_kernels.triton.float_query import ROWS_AT_ONCE, product, rounded_query, weights_of
 from hack_kernels.triton.group_layout import group_layout, halves_at, widened_codes
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.paged import ALL_REGISTERS, LOWEST, PageReader, paged_launch
+from hack_kernels.triton.paged import ALL_REGISTERS, PageReader, paged_launch
 from hack_kernels.triton.split import Workspace
-from hack_kernels.triton.tiles import doubled, equal_halves
 
 
 @triton.jit
@@ -87,12 +86,8 @@ def add_group_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
             score = product(load_group_keys(record, first, c, LAYOUT, W), query[c], score)
         if K.centre:
             score *= (load_numbers(record, K.scale, first, 0, K, D) * (1.0 / K.centre))[:, :, None]
-        new_top = tl.maximum(top, tl.where(valid[:, None], tl.max(score, 1), LOWEST))
-        kept = tl.exp2(top - new_top)
-        base = tl.where(valid[:, None], new_top, -LOWEST)  # pages that do not count get weights of 0
-        p = tl.exp2(score - base[:, None, :]).to(tl.float16)
+        new_top, kept, p, weight = weights_of(top, weight, score, valid, W, N)
         ones = tl.full((W, 16, ROWS_AT_ONCE), 1.0, tl.float32).to(tl.float16)
-        weight = equal_halves(product(ones, p, doubled(weight * kept[:, None, :], W, N)), W, N)
         added = ()
         for m in tl.static_range(D // 16):
             if m * 16 % V.group == 0:

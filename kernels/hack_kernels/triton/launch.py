@@ -27,8 +27,8 @@ class Launch:
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    """Parameter name -> a tensor, Triton's descriptor of a tensor that is an argument too, an integer or a compile-time
-    value."""
+    """Parameter name -> a tensor, Triton's descriptor of a tensor that is an argument too, an integer, a compile-time
+    value, or None for a tensor that this launch goes without."""
     warps: int
     stages: int = 1
     registers: int | None = None

@@ -93,6 +93,7 @@ def decode_kernel(
     out,
     partials,
     tickets,
+    tables,
     PREPARE: tl.constexpr,
     ADD: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -112,7 +113,8 @@ def decode_kernel(
     """Grid (HEADS · ceil(GROUP / N), parts), W warps: N query heads of a KV head, an equal share of all pages.
 
     PREPARE(q, LAYOUT, heads, W, N) turns a KV head's query heads into the `query` of ADD. ADD(state, keys, values,
-    valid, query, LAYOUT, W, N) adds W pages to the running softmax; keys and values [W] point to them.
+    valid, query, LAYOUT, W, N) adds W pages to the running softmax; keys and values [W] point to them. If there are
+    `tables`, `query` ends with them and with the number of the KV head.
     FAR: the number of a page is loaded two turns before the page, not one.
 
     keys, values: pools [pages, HEADS, ...] with strides `page_stride` and HEAD_STRIDE; table int64 [batch, ...],
@@ -149,6 +151,8 @@ def decode_kernel(
         rows = b * (HEADS * GROUP) + first_query
         queries = q + (rows * D + b * Q_GAP)
         query = PREPARE(queries, LAYOUT, heads_here, W, N)
+        if tables is not None:
+            query = query + (tables, head)
         zeros = ()
         for _ in tl.static_range(D // 16):
             zeros = zeros + (tl.zeros((W, 16, N), tl.float32),)
@@ -244,10 +248,11 @@ def paged_launch(
     q: Tensor,
     out: Tensor,
     workspace: Workspace,
+    tables: Tensor | None = None,
 ) -> Launch:
     """The launch that writes `out` [B, Hq, D], contiguous; in `q` each sequence's heads are too (`rows_of_heads`).
 
-    keys, values: planes of `pool` with strides (any, head_stride).
+    keys, values: planes of `pool` with strides (any, head_stride). tables: what `reader` needs beside the pages.
     """
     heads = keys.shape[1]
     group = q.shape[1] // heads
@@ -259,6 +264,7 @@ def paged_launch(
         **step_arguments(keys, values, pool, spans, q, out),
         "partials": workspace.partials(groups, parts, reader.layout.head_dim, columns),
         "tickets": workspace.tickets(q.shape[0], groups),
+        "tables": tables,
         "PREPARE": reader.prepare,
         "ADD": reader.add,
         "LAYOUT": reader.layout,

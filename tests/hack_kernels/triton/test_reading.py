@@ -14,25 +14,38 @@ from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import HackFormat
 from hack_kernels.pools import new_pool
 from hack_kernels.read_format import ReadFormat
-from hack_kernels.reference.reading import ReadingReference
+from hack_kernels.reference.reading import ReadingReference, heads_of
 from torch import Tensor
 
 from hackkv.codecs import CODECS, make_codec
 from hackkv.codecs.cachegen import make_cachegen
 from hackkv.codecs.floats import make_floats
 from hackkv.codecs.kivi import make_kivi
+from hackkv.codecs.kvcomp import make_kvcomp
+from hackkv.codecs.kvquant import make_kvquant
 from hackkv.config import CodecConfig
 from hackkv.types import KvShape
 from tests.hack_kernels.pools import random_rows
-from tests.hack_kernels.reading import FLOATS, GROUPS, assert_same_bytes, definition, filled, one_span, unfused
+from tests.hack_kernels.reading import (
+    DELTAS,
+    FLOATS,
+    GROUPS,
+    HUFFMANS,
+    NUQS,
+    assert_same_bytes,
+    definition,
+    filled,
+    one_span,
+    unfused,
+)
 from tests.hack_kernels.reading import kernels_of as any_kernels_of
 from tests.hack_kernels.triton.batches import DecodeBatch, decode_batch, largest_error
 
 pytest.importorskip("triton")
 
 from hack_kernels.triton.backend import TritonBackend
-from hack_kernels.triton.floats import WIDEST, FloatTriton
-from hack_kernels.triton.groups import GroupTriton
+from hack_kernels.triton.floats import WIDEST
+from hack_kernels.triton.reading import InRecords
 
 CPU = torch.device("cpu")
 HEADS = 2
@@ -46,16 +59,19 @@ def presets() -> list[ReadFormat]:
     """The formats of the codecs' presets, in heads of 64 channels."""
     found = list[ReadFormat]()
     for name, row in CODECS.items():
-        if row.make in (make_floats, make_kivi, make_cachegen):
+        if row.make in (make_floats, make_kivi, make_cachegen, make_kvquant, make_kvcomp):
             config = CodecConfig(name=name, settings={"page_tokens": SMALL})
             formats = make_codec(config, KvShape(LAYERS, 1, 64), load("reference")).formats
-            found += [fmt for fmt in formats if isinstance(fmt, FloatFormat | GroupFormat)]
+            found += [fmt for fmt in formats if isinstance(fmt, ReadFormat)]
     return list(dict.fromkeys(found))
 
 
 OTHERS: list[ReadFormat] = [
     *(fmt for fmt in FLOATS if fmt.head_dim <= WIDEST),
     *(GROUPS[i] for i in (0, 1, 4, 5)),
+    *(DELTAS[i] for i in (1, 3)),
+    *(fmt for fmt in NUQS if fmt.head_dim <= WIDEST),
+    *HUFFMANS,
     GroupFormat(96, Grouping(2, 64, by_channel=True), Grouping(4, 16), 64),
     GroupFormat(128, Grouping(2, 128, centre=1), Grouping(5, 128, centre=15), 32),
 ]
@@ -63,9 +79,9 @@ FORMATS = list(dict.fromkeys([*presets(), *OTHERS]))
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 
 
-def kernels_of(fmt: ReadFormat) -> FloatTriton | GroupTriton:
+def kernels_of(fmt: ReadFormat) -> InRecords:
     found = any_kernels_of(TritonBackend(CPU), fmt)
-    assert isinstance(found, FloatTriton | GroupTriton)
+    assert isinstance(found, InRecords)
     assert found.served_by == "triton"
     return found
 
@@ -82,8 +98,8 @@ def sealed(kernels: ReadingReference, fmt: ReadFormat, batch: DecodeBatch, loud:
 
 def stood_for(kernels: ReadingReference, pool: Pool) -> tuple[Tensor, Tensor]:
     k, v = (
-        kernels.dequantize(name, {each: plane for each, plane in pool.planes.items() if each.split("_")[0] == name})
-        for name in ("k", "v")
+        kernels.dequantize(name, planes, heads_of(pool))
+        for name, planes in ((name, {n: x for n, x in pool.planes.items() if n.split("_")[0] == name}) for name in "kv")
     )
     return k, v
 
@@ -198,8 +214,27 @@ def test_planes_that_are_not_of_one_record_are_refused(fmt: ReadFormat) -> None:
         GroupFormat(96, Grouping(4, 16, by_channel=True), Grouping(2, 96)),
         GroupFormat(64, Grouping(4, 64, centre=7), Grouping(4, 32)),
         unfused(GroupFormat(64, Grouping(5, 64, centre=15), Grouping(4, 64, centre=7))),
+        *map(unfused, (DELTAS[0], NUQS[0], HUFFMANS[0])),
+        DELTAS[2],
+        NUQS[4],
     ],
     ids=str,
 )
 def test_other_formats_are_served_by_the_definition(fmt: ReadFormat) -> None:
     assert any_kernels_of(TritonBackend(CPU), fmt).served_by == "reference"
+
+
+def test_a_pool_of_later_heads_has_their_tables() -> None:
+    """With calibration each KV head of the model has ranges of its own; a pool may hold the heads from 1 on."""
+    fmt = next(fmt for fmt in NUQS if fmt.calibrated)
+    pi, pages = fmt.page_tokens, 2
+    k, v = (random_rows(seed, pages * pi, 1, fmt.head_dim).half() for seed in (1, 2))
+    q = random_rows(3, 1, 4, fmt.head_dim).half()
+    outs = []
+    for kernels, queries in ((kernels_of(fmt), q), (definition(fmt), q.float())):
+        pool, span = new_pool(fmt, kernels, CPU, pages, 1, range(1, 2)), one_span(pages * pi, 1, pages)
+        paged = (x.unflatten(0, (pages, pi)).transpose(1, 2) for x in (k, v))
+        kernels.seal(0, pool, torch.arange(pages), torch.arange(pages) * pi, *paged)
+        pool.open_k[0, :, 0], pool.open_v[0, :, 0] = 1.0, -1.0
+        outs.append(kernels.attend(0, pool, span, Rows(queries)))
+    assert largest_error(outs[0], outs[1].double()) < 3 * EPSILON
