@@ -9,11 +9,14 @@ from functools import partial
 
 import torch
 from hack_kernels.base import PageFormat, PageKernels, Pool, RowKernels, Rows, Spans
+from hack_kernels.delta_format import DeltaFormat, DeltaSide
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat, OpenPage, Rounding
 from hack_kernels.head_rotations import HeadRotations
+from hack_kernels.huffman_format import HuffmanFormat, HuffmanSide, Unit
 from hack_kernels.level_format import LevelFormat
+from hack_kernels.nuq_format import NuqFormat
 from hack_kernels.pools import new_pool
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.row_format import RowFormat
@@ -60,6 +63,8 @@ def checks(*, smoke: bool, seed: int) -> Iterator[Task]:
         yield Task(f"seal, export, install {_name(preset)}", partial(check_pages, preset))
     for other in others(smoke=smoke):
         yield Task(f"dense {_name(other)}", partial(check_dense, other, 4))
+        if not isinstance(other, RowFormat):  # `check_rivals` has these
+            yield Task(f"prefill, decode {_name(other)}", partial(check_attention, other, 4))
     sizes = sorted(itertools.product(HEAD_DIMS, PAGE_TOKENS), key=lambda size: (size != (128, 64), -size[0]))
     kinds = itertools.cycle(itertools.product(((2, 2), (4, 2), (4, 4)), (4, 8, 1, 7, 3)))  # 15 kinds for 48 cases
     for (d, pi), arithmetic, open_page in itertools.product([(64, 32)] if smoke else sizes, Arithmetic, _open_pages()):
@@ -82,8 +87,15 @@ def checks(*, smoke: bool, seed: int) -> Iterator[Task]:
 def others(*, smoke: bool) -> list[PageFormat]:
     """Page formats whose own kernels do not multiply codes."""
     d, pi = (64, 32) if smoke else (128, 64)
-    side = partial(Grouping, 4, 32)
-    return [RowFormat(d, pi), FloatFormat(d, page_tokens=pi), GroupFormat(d, side(by_channel=True), side(), pi)]
+    side, delta = partial(Grouping, 4, 32), DeltaSide(4, 7)
+    return [
+        RowFormat(d, pi),
+        FloatFormat(d, page_tokens=pi),
+        GroupFormat(d, side(by_channel=True), side(), pi),
+        DeltaFormat(d, delta, delta, pi),
+        NuqFormat(d, 4, 4, page_tokens=pi),
+        HuffmanFormat(d, HuffmanSide(Unit.BLOCK, 0.05, 3.75), HuffmanSide(Unit.TOKEN, 0.15, 2.875), pi),
+    ]
 
 
 def check_rotations(backend: TritonBackend) -> None:
@@ -194,7 +206,7 @@ def _with_workspace(backend: TritonBackend, fmt: Format, workspace: Workspace) -
     return kernels_of(other, fmt)
 
 
-def check_attention(fmt: Format, group: int, backend: TritonBackend) -> None:
+def check_attention(fmt: PageFormat, group: int, backend: TritonBackend) -> None:
     """A ragged prefill around page boundaries, and a decode step over the same pages."""
     pi, heads = fmt.page_tokens, 2
     pairs = [(0, pi), (pi - 1, 2), (2 * pi + 3, pi + 1), (3 * pi, 1)]

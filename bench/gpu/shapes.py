@@ -12,16 +12,22 @@ import torch
 import triton
 import triton.language as tl
 from hack_kernels.base import PageFormat, PageKernels, Planes, Pool, Rows, Spans
+from hack_kernels.delta_format import DeltaFormat
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.group_format import GroupFormat
 from hack_kernels.hack_format import HackFormat
 from hack_kernels.head_rotations import HeadRotations
+from hack_kernels.huffman_format import HuffmanFormat
 from hack_kernels.level_format import LevelFormat
+from hack_kernels.nuq_format import NuqFormat
 from hack_kernels.pools import new_pool
+from hack_kernels.reference.deltas import DeltaReference
 from hack_kernels.reference.floats import FloatReference
 from hack_kernels.reference.groups import GroupReference
 from hack_kernels.reference.hack import HackReference
+from hack_kernels.reference.huffman import HuffmanReference
 from hack_kernels.reference.levels import LevelReference
+from hack_kernels.reference.nuq import NuqReference
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 from hack_kernels.triton.backend import Prefill, TritonBackend
@@ -135,10 +141,13 @@ Format = HackFormat | LevelFormat
 
 
 DEFINITIONS: Final[dict[type[PageFormat], Callable[..., PageKernels]]] = {
+    DeltaFormat: DeltaReference,
     FloatFormat: FloatReference,
     GroupFormat: GroupReference,
     HackFormat: HackReference,
+    HuffmanFormat: HuffmanReference,
     LevelFormat: LevelReference,
+    NuqFormat: NuqReference,
     RowFormat: RowReference,
 }
 

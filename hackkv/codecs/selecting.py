@@ -57,12 +57,18 @@ class Selecting:
 
     def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
         """The pages that q [B, Hq, D] read, in their order."""
-        if any(span.prompt for span in batch.spans):
+        if any(span.prompt for span in batch.spans) or self._reads_all(batch):
             return batch.where
         chooser = self._retention.chooser(layer)
         if chooser not in batch.visible:
             batch.visible[chooser] = self._choose(pool, batch, q)
         return batch.visible[chooser]
+
+    def _reads_all(self, batch: Batch) -> bool:
+        """Whether no sequence has pages enough to choose from. On a GPU a choice is made all the same: operators
+        follow from the size of a step alone, so that all of them are compiled ahead."""
+        few = (self._settings.least + 1) * batch.page_tokens
+        return batch.device.type == "cpu" and all(span.held < few for span in batch.spans)
 
     def _choose(self, pool: Pool, batch: Batch, q: Tensor) -> Spans:
         where, alpha = batch.where, self._settings.alpha
