@@ -16,7 +16,6 @@ from hack_kernels.base import Plane, Pool
 from torch import Tensor
 
 from hackkv.batch import Batch, Span
-from hackkv.codecs.attention_mass import attention_mass
 from hackkv.codecs.paged import PagedCodec, write_exact_rows
 from hackkv.codecs.retention import Retention
 from hackkv.packing import on_device
@@ -79,7 +78,7 @@ class Evicting:
             return
         pages = table[: -(-end // pi)]
         keys = notes["rows_k"][pages].transpose(0, 1).flatten(1, 2)[:, :end]
-        votes = attention_mass(q[first - span.held :], keys, first)
+        votes = self._codec.rows.votes(q[first - span.held :], keys, first)
         # A pass may be repeated. The votes before it are kept, so those of its own queries count once.
         repeated = notes["counted"][pages[:1], :, None] == first
         before = torch.where(repeated, notes["earlier_votes"][pages], notes["votes"][pages])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans
+from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, RowKernels, Rows, Spans
 from hack_kernels.bounded import BoundedKernels
 from hack_kernels.pools import new_pools, with_notes
 from torch import Tensor
@@ -111,6 +111,11 @@ class PagedCodec:
     def served_by(self) -> str:
         """`served_by` of the kernels of all layers, each name once."""
         return ", ".join(dict.fromkeys(kept.kernels.served_by for kept in self.layers))
+
+    @property
+    def rows(self) -> RowKernels:
+        """The backend's operations on rows."""
+        return self._backend.rows
 
     def fingerprint(self) -> Settings:
         """Name and settings; the backend is not among them, since backends agree bit for bit."""

@@ -11,8 +11,8 @@ h2o           0      12.5% 100%    1     no     arXiv 2306.14048, Algorithm 1: a
 mpcache       4      64    20%     1     yes    §4.2: votes of the last 20%; Algorithm 3 and §4.4: layers share
 ============  =====  ====  ======  ====  =====  =================================================================
 
-`voters` are the last queries of the prompt, whose attention counts (`attention_mass`). With `pool`, a row's votes are
-summed over that many neighbours. With `pairs` layers 2 and 3, 4 and 5 and so on keep the same rows: the even layer
+`voters` are the last queries of the prompt, whose attention counts (`hack_kernels.voting`). With `pool`, a row's votes
+are summed over that many neighbours. With `pairs` layers 2 and 3, 4 and 5 and so on keep the same rows: the even layer
 chooses.
 """
 

@@ -15,6 +15,7 @@
 #include "nuq_pages.h"
 #include "rows.h"
 #include "product.h"
+#include "vote.h"
 
 namespace hack {
 
@@ -49,7 +50,7 @@ constexpr RowOperations row_operations_of() {
 
 template <class S>
 constexpr Operations operations_of() {
-  Operations all{S::name, {}, merge<S>, {}};
+  Operations all{S::name, {}, merge<S>, vote_row<S>, {}};
   all.pages[int(Kind::kHack)] = hack_operations<S>();
   all.pages[int(Kind::kRows)] = rows_operations<S>();
   all.pages[int(Kind::kLevels)] = level_operations<S>();

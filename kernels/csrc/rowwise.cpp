@@ -118,6 +118,29 @@ void gate(const RowOperations& operations, int threads, const Strips& x, int n, 
   });
 }
 
+void count_votes(const Operations& operations, int threads, const VoteCall& call) {
+  const RowOperations& rows = operations.rows[int(Dtype::kFloat)];
+  const std::int64_t blocks = blocks_of(call.rows), d = call.head_dim, row_bytes = d * std::int64_t(sizeof(float));
+  const std::size_t stride = padded_floats(int(call.total)), scratch = product_scratch_bytes(call.head_dim);
+  parallel_for(threads, call.parts * call.heads, [&](std::int64_t i) {
+    const std::int64_t part = i / call.heads, head = i % call.heads;
+    std::byte* room = thread_scratch(scratch + kProductBlock * stride * sizeof(float));
+    auto* scores = reinterpret_cast<float*>(room + scratch);
+    const float *q = call.q + head * call.rows * d, *keys = call.keys + head * call.total * d;
+    std::int64_t* votes = call.votes + i * call.total;
+    for (std::int64_t block = part; block < blocks; block += call.parts) {
+      const std::int64_t begin = block * kProductBlock;
+      const std::int64_t count = call.rows - begin < kProductBlock ? call.rows - begin : kProductBlock;
+      const auto seen = [&](std::int64_t row) { return call.first + (begin + row) / call.group + 1; };
+      rows.product({reinterpret_cast<const std::byte*>(q + begin * d), row_bytes, int(count), call.head_dim,
+                    reinterpret_cast<const std::byte*>(keys), nullptr, 0, seen(count - 1),
+                    reinterpret_cast<std::byte*>(scores), std::int64_t(stride * sizeof(float))},
+                   room);
+      for (std::int64_t row = 0; row < count; ++row) operations.vote(scores + row * stride, seen(row), votes);
+    }
+  });
+}
+
 void product(const RowOperations& operations, int threads, const Strips& x, int k, const std::byte* w,
              const std::byte* bias, std::int64_t outputs, const Strips& out) {
   if (x.count == 0) return;

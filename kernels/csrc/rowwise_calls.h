@@ -41,6 +41,22 @@ void norm(const RowOperations& operations, int threads, const Strips& x, const S
           int n, float epsilon, const Strips& out);
 // Rows of x are gate [n] and then up [n], each of `bytes`.
 void gate(const RowOperations& operations, int threads, const Strips& x, int n, std::size_t bytes, const Strips& out);
+// A call of `count_votes`. Row r of q [heads, rows, D], in units of log2, is row first + r / group of the sequence, and
+// sees keys [heads, total, D] up to there. votes [parts, heads, total]: a part of the rows adds to each.
+struct VoteCall {
+  const float* q;
+  const float* keys;
+  std::int64_t* votes;
+  std::int64_t parts;
+  std::int64_t heads;
+  std::int64_t rows;
+  std::int64_t total;
+  std::int64_t first;
+  int group;
+  int head_dim;
+};
+
+void count_votes(const Operations& operations, int threads, const VoteCall& call);
 // x [count, k] times w [outputs, k], contiguous, plus bias [outputs] unless it is null, to out [count, outputs].
 void product(const RowOperations& operations, int threads, const Strips& x, int k, const std::byte* w,
              const std::byte* bias, std::int64_t outputs, const Strips& out);

@@ -276,6 +276,8 @@ struct Operations {
   std::string_view name;
   PageOperations pages[kKinds];  // by Kind
   void (*merge)(const PageFormat&, const MergeItem&);
+  // Adds the votes of one query to votes [seen]; scores [whole vectors] are overwritten.
+  void (*vote)(float* scores, std::int64_t seen, std::int64_t* votes);
   RowOperations rows[3];  // by Dtype
 };
 

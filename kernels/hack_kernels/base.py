@@ -24,6 +24,7 @@ from hack_kernels.choosing import ChoiceKernels
 from hack_kernels.compiler import Compiler
 from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.recorder import Recorder
+from hack_kernels.voting import VoteKernels
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
 
@@ -150,7 +151,7 @@ class Rows:
     """[T, Hkv, D] float16, or None with `k`."""
 
 
-class RowKernels(ChoiceKernels, Protocol):
+class RowKernels(ChoiceKernels, VoteKernels, Protocol):
     """Operations of a model on rows; `hack_kernels.rowwise` is the definition.
 
     Rows are float32, float16 or bfloat16. Arithmetic is float32. A row's result does not depend on the rows beside it,
@@ -212,8 +213,7 @@ class RowKernels(ChoiceKernels, Protocol):
         ...
 
     def rotate_rows(self, q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate Q [T, Hq, D], K and V [T, Hkv, D], these as FP16, into float32, contiguous. Rows may lie apart,
-        the heads of a row may not."""
+        """Rotate Q [T, Hq, D], K and V [T, Hkv, D], these as FP16, into float32. The heads of a row are contiguous."""
         ...
 
     def gate(self, x: Tensor) -> Tensor:

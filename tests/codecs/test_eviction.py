@@ -11,6 +11,7 @@ import torch
 from hack_kernels import load
 from hack_kernels.base import Backend, Pool
 from hack_kernels.bounded import BOUNDS
+from hack_kernels.voting import VOTE_BITS, Voting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,7 +19,6 @@ from torch import Tensor
 from hackkv.batch import Batch, Span
 from hackkv.codec import KvCodec, rows_held
 from hackkv.codecs import CODECS, beneath, make_codec
-from hackkv.codecs.attention_mass import WEIGHT_BITS, attention_mass
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.model.generate import generate
@@ -137,12 +137,12 @@ def test_neither_chunks_nor_repeated_passes_change_what_stays(cuts: set[int], na
 
 def test_the_weights_of_a_query_are_one_and_a_key_that_all_ask_for_has_them() -> None:
     q, k, _ = some_rows(1, 40)
-    assert torch.allclose(attention_mass(q, k.transpose(0, 1), 0).sum(-1) / 2.0**WEIGHT_BITS, torch.tensor(80.0))
+    assert torch.allclose(Voting().votes(q, k.transpose(0, 1), 0).sum(-1) / 2.0**VOTE_BITS, torch.tensor(80.0))
     k[7, 1] = 40 * q[20:, 2:].sum((0, 1)).sign()
     q[20:, 2:] = k[7, 1].sign()
-    votes = attention_mass(q[20:], k.transpose(0, 1), 20)
+    votes = Voting().votes(q[20:], k.transpose(0, 1), 20)
     assert int(votes[1].argmax()) == 7
-    assert int(votes[1, 7]) == 40 * 2**WEIGHT_BITS
+    assert int(votes[1, 7]) == 40 * 2**VOTE_BITS
 
 
 @pytest.mark.parametrize("under", UNDER)

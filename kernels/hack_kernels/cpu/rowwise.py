@@ -3,6 +3,7 @@ Python than in C++."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,6 +102,15 @@ class RowwiseCpu(Rowwise):
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
         self._native.gate(x, out)
         return out
+
+    def votes(self, q: Tensor, keys: Tensor, first: int) -> Tensor:
+        """One C++ call. Each thread has votes of its own, so that none waits."""
+        heads, total, dim = keys.shape
+        group, scale = q.shape[1] // heads, math.log2(math.e) / math.sqrt(dim)
+        queries = (q.float() * scale).unflatten(1, (heads, group)).transpose(0, 1).flatten(1, 2).contiguous()
+        found = torch.zeros(self._native.threads, heads, total, dtype=torch.int64)
+        self._native.count_votes(queries, keys.float().contiguous(), first, group, found)
+        return found.sum(0)
 
     def new_chooser(self, rules: ChoiceRules, prompt_ids: Sequence[int]) -> Chooser:
         """A C++ object with the rules and the ids that they need."""
