@@ -16,6 +16,7 @@ constexpr std::int64_t kReadingDots = 8;          // such products that take as 
 constexpr std::int64_t kTilesTogether = 6;        // tiles of a weight in a group: a multiple of what a row of x takes
 constexpr std::int64_t kCodedRows = 256;          // rows of x in bytes that stay in the second-level cache
 constexpr std::int64_t kFewOutputs = 48;          // the fewest outputs for which a block of rows of x is worth reading
+constexpr std::int64_t kVoteRows = 16;            // queries whose scores for all keys are held at once
 constexpr std::int64_t kMatrixOutputs = 64;       // rows of a weight that a matrix unit takes at a time
 
 // Blocks of rows of x in a product.
@@ -120,17 +121,18 @@ void gate(const RowOperations& operations, int threads, const Strips& x, int n, 
 
 void count_votes(const Operations& operations, int threads, const VoteCall& call) {
   const RowOperations& rows = operations.rows[int(Dtype::kFloat)];
-  const std::int64_t blocks = blocks_of(call.rows), d = call.head_dim, row_bytes = d * std::int64_t(sizeof(float));
+  const std::int64_t blocks = (call.rows + kVoteRows - 1) / kVoteRows, d = call.head_dim;
+  const std::int64_t row_bytes = d * std::int64_t(sizeof(float));
   const std::size_t stride = padded_floats(int(call.total)), scratch = product_scratch_bytes(call.head_dim);
   parallel_for(threads, call.parts * call.heads, [&](std::int64_t i) {
     const std::int64_t part = i / call.heads, head = i % call.heads;
-    std::byte* room = thread_scratch(scratch + kProductBlock * stride * sizeof(float));
+    std::byte* room = thread_scratch(scratch + kVoteRows * stride * sizeof(float));
     auto* scores = reinterpret_cast<float*>(room + scratch);
     const float *q = call.q + head * call.rows * d, *keys = call.keys + head * call.total * d;
     std::int64_t* votes = call.votes + i * call.total;
     for (std::int64_t block = part; block < blocks; block += call.parts) {
-      const std::int64_t begin = block * kProductBlock;
-      const std::int64_t count = call.rows - begin < kProductBlock ? call.rows - begin : kProductBlock;
+      const std::int64_t begin = block * kVoteRows;
+      const std::int64_t count = call.rows - begin < kVoteRows ? call.rows - begin : kVoteRows;
       const auto seen = [&](std::int64_t row) { return call.first + (begin + row) / call.group + 1; };
       rows.product({reinterpret_cast<const std::byte*>(q + begin * d), row_bytes, int(count), call.head_dim,
                     reinterpret_cast<const std::byte*>(keys), nullptr, 0, seen(count - 1),
