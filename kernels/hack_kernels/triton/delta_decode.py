@@ -8,14 +8,10 @@ from functools import lru_cache
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from hack_kernels.base import Pool, Spans
 from hack_kernels.delta_format import ANCHOR_CENTRE, DeltaFormat
 from hack_kernels.triton.float_decode import in_operand_order
-from hack_kernels.triton.float_query import ROWS_AT_ONCE, product, rounded_query
-from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.paged import ALL_REGISTERS, PageReader, paged_launch
+from hack_kernels.triton.float_query import ROWS_AT_ONCE, product
 from hack_kernels.triton.read_decode import add_read_pages
 from hack_kernels.triton.read_layout import (
     STEP,
@@ -28,7 +24,6 @@ from hack_kernels.triton.read_layout import (
     packed_codes,
     rounded_half,
 )
-from hack_kernels.triton.split import Workspace
 
 MIDDLE = tl.constexpr(ANCHOR_CENTRE)
 
@@ -117,13 +112,3 @@ def delta_values(record, row, channel, query, LAYOUT: tl.constexpr):
 def add_delta_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """See `paged.decode_kernel`."""
     return add_read_pages(state, record, valid, query, delta_scores, delta_values, LAYOUT, W, N)
-
-
-def delta_decode_launch(
-    fmt: DeltaFormat, pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace
-) -> Launch:
-    """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous."""
-    layout = delta_layout(fmt)
-    reader = PageReader(rounded_query, add_delta_pages, layout, ALL_REGISTERS)
-    records = pool.planes[layout.places[0][0]]
-    return paged_launch(reader, records, records, pool, spans, q, out, workspace)

@@ -7,8 +7,9 @@ from torch import Tensor
 from hack_kernels.base import Pool, Spans
 from hack_kernels.delta_format import DeltaFormat
 from hack_kernels.reference.deltas import DeltaReference
-from hack_kernels.triton.delta_decode import DeltaLayout, delta_decode_launch, delta_layout
+from hack_kernels.triton.delta_decode import DeltaLayout, add_delta_pages, delta_layout
 from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.read_decode import read_decode_launch
 from hack_kernels.triton.reading import InRecords
 
 
@@ -21,4 +22,5 @@ class DeltaTriton(InRecords, DeltaReference):
 
     def decoding(self, pool: Pool, spans: Spans, q: Tensor, out: Tensor) -> Launch:
         """See `InRecords`."""
-        return delta_decode_launch(self.fmt, pool, spans, q, out, self._workspace)
+        layout = delta_layout(self.fmt)
+        return read_decode_launch(add_delta_pages, layout, pool, spans, q, out, self._workspace)

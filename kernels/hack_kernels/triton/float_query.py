@@ -14,31 +14,40 @@ ROWS_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
+def operand_channel(place, first, STEP: tl.constexpr):
+    """The channel at a place of a step that begins at channel `first`, where a lane's part of a K row is its operands.
+    A place has the bits (product, half, quad, quad, one)."""
+    return first + place // 2 % 4 * (STEP // 4) + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
+
+
+@triton.jit
+def plain_channel(place, first, STEP: tl.constexpr):
+    """The channel at a place where channels are in their order."""
+    return first + place
+
+
+@triton.jit
 def rounded_query(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
+    """The query in the order of `operand_channel`."""
+    return query_steps(q, LAYOUT, heads, W, N, operand_channel)
+
+
+@triton.jit
+def plain_query(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
+    """The query in the order of `plain_channel`."""
+    return query_steps(q, LAYOUT, heads, W, N, plain_channel)
+
+
+@triton.jit
+def query_steps(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr, CHANNEL: tl.constexpr):
     """Query heads in the type of the pages, scaled for scores in log2: a tuple over steps of [W, step, N]."""
     D: tl.constexpr = LAYOUT.head_dim
     STEP: tl.constexpr = LAYOUT.step
     head = tl.arange(0, N)[None, :]
     query = ()
     for c in tl.static_range(D // STEP):
-        # In this order a lane's part of a K row is its operands. A place has the bits (product, half, quad, quad, one).
-        place = tl.arange(0, STEP)
-        channel = c * STEP + place // 2 % 4 * (STEP // 4) + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
+        channel = CHANNEL(tl.arange(0, STEP), c * STEP, STEP)
         x = tl.load(q + head * D + channel[:, None], mask=head < heads, other=0.0).to(tl.float32)
-        x = (x * (LOG2_E * D**-0.5)).to(LAYOUT.dtype)
-        query = query + (tl.broadcast_to(x[None, :, :], (W, STEP, N)),)
-    return query
-
-
-@triton.jit
-def plain_query(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
-    """As `rounded_query`, with the channels in their order."""
-    D: tl.constexpr = LAYOUT.head_dim
-    STEP: tl.constexpr = LAYOUT.step
-    channel, head = tl.arange(0, STEP)[:, None], tl.arange(0, N)[None, :]
-    query = ()
-    for c in tl.static_range(D // STEP):
-        x = tl.load(q + head * D + c * STEP + channel, mask=head < heads, other=0.0).to(tl.float32)
         x = (x * (LOG2_E * D**-0.5)).to(LAYOUT.dtype)
         query = query + (tl.broadcast_to(x[None, :, :], (W, STEP, N)),)
     return query

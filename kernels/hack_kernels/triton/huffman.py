@@ -8,8 +8,10 @@ from torch import Tensor
 from hack_kernels.base import Pool, Spans
 from hack_kernels.huffman_format import HuffmanFormat
 from hack_kernels.reference.huffman import HuffmanReference
-from hack_kernels.triton.huffman_decode import HuffmanLayout, huffman_decode_launch, huffman_layout, kernel_tables
+from hack_kernels.triton.float_query import plain_query
+from hack_kernels.triton.huffman_decode import HuffmanLayout, add_huffman_pages, huffman_layout, kernel_tables
 from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.read_decode import read_decode_launch
 from hack_kernels.triton.reading import InRecords
 from hack_kernels.triton.split import Workspace
 
@@ -27,4 +29,7 @@ class HuffmanTriton(InRecords, HuffmanReference):
 
     def decoding(self, pool: Pool, spans: Spans, q: Tensor, out: Tensor) -> Launch:
         """See `InRecords`."""
-        return huffman_decode_launch(self.fmt, pool, spans, q, out, self._workspace, self._tables)
+        layout = huffman_layout(self.fmt)
+        return read_decode_launch(
+            add_huffman_pages, layout, pool, spans, q, out, self._workspace, self._tables, plain_query
+        )

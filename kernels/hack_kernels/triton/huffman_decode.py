@@ -18,13 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import Pool, Spans
 from hack_kernels.huffman_format import LONGEST, SLACK_BYTES, SLICES, SPREADS, HuffmanFormat, Unit, books_of
-from hack_kernels.triton.float_query import plain_query, product, weights_of
-from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.paged import ALL_REGISTERS, PageReader, paged_launch
+from hack_kernels.triton.float_query import product, weights_of
 from hack_kernels.triton.read_layout import STEP, ReadLayout, one_after_another, rounded_half
-from hack_kernels.triton.split import Workspace
 
 ROWS = tl.constexpr(SLICES)
 """Rows of a tile, one of each slice."""
@@ -199,14 +195,3 @@ def add_huffman_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: t
             added = added + (product(tl.permute(values, (0, 2, 1)), p, out[m] * kept[:, None, :]),)
         state = (new_top, weight, added)
     return state
-
-
-def huffman_decode_launch(
-    fmt: HuffmanFormat, pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace, tables: Tensor
-) -> Launch:
-    """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous. `tables`:
-    see `kernel_tables`."""
-    layout = huffman_layout(fmt)
-    reader = PageReader(plain_query, add_huffman_pages, layout, ALL_REGISTERS)
-    records = pool.planes[layout.places[0][0]]
-    return paged_launch(reader, records, records, pool, spans, q, out, workspace, tables)

@@ -10,7 +10,8 @@ from hack_kernels.nuq_format import NuqFormat, NuqTables
 from hack_kernels.reference.nuq import NuqReference
 from hack_kernels.reference.reading import heads_of
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.nuq_decode import NuqLayout, kernel_tables, nuq_decode_launch, nuq_layout
+from hack_kernels.triton.nuq_decode import NuqLayout, add_nuq_pages, kernel_tables, nuq_layout
+from hack_kernels.triton.read_decode import read_decode_launch
 from hack_kernels.triton.reading import InRecords
 from hack_kernels.triton.split import Workspace
 
@@ -40,4 +41,5 @@ class NuqTriton(InRecords, NuqReference):
             tables = self.tables if self.fmt.calibrated else None
             self._kept[heads.start, heads.stop] = kernel_tables(self.fmt, poles, tables, heads)
         kept = self._kept[heads.start, heads.stop]
-        return nuq_decode_launch(self.fmt, pool, spans, q, out, self._workspace, kept)
+        layout = nuq_layout(self.fmt)
+        return read_decode_launch(add_nuq_pages, layout, pool, spans, q, out, self._workspace, kept)

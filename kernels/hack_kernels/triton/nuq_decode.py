@@ -20,12 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import Pool, Spans
 from hack_kernels.nuq_format import OUTLIERS, NuqFormat, NuqTables
 from hack_kernels.triton.float_decode import in_operand_order
-from hack_kernels.triton.float_query import ROWS_AT_ONCE, product, rounded_query
-from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.paged import ALL_REGISTERS, PageReader, paged_launch
+from hack_kernels.triton.float_query import ROWS_AT_ONCE, product
 from hack_kernels.triton.read_decode import add_read_pages
 from hack_kernels.triton.read_layout import (
     STEP,
@@ -37,7 +34,6 @@ from hack_kernels.triton.read_layout import (
     packed_codes,
     rounded_half,
 )
-from hack_kernels.triton.split import Workspace
 from hack_kernels.triton.tiles import INTERPRETED
 
 RANKS = tl.constexpr(OUTLIERS)
@@ -226,14 +222,3 @@ def nuq_values(record, row, channel, query, LAYOUT: tl.constexpr):
 def add_nuq_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """See `paged.decode_kernel`."""
     return add_read_pages(state, record, valid, query, nuq_scores, nuq_values, LAYOUT, W, N)
-
-
-def nuq_decode_launch(
-    fmt: NuqFormat, pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace, tables: Tensor
-) -> Launch:
-    """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous. `tables`:
-    see `kernel_tables`."""
-    layout = nuq_layout(fmt)
-    reader = PageReader(rounded_query, add_nuq_pages, layout, ALL_REGISTERS)
-    records = pool.planes[layout.places[0][0]]
-    return paged_launch(reader, records, records, pool, spans, q, out, workspace, tables)

@@ -3,10 +3,18 @@ all their formats."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from hack_kernels.triton.float_query import ROWS_AT_ONCE, product, weights_of
+from hack_kernels.base import Pool, Spans
+from hack_kernels.triton.float_query import ROWS_AT_ONCE, product, rounded_query, weights_of
+from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.paged import ALL_REGISTERS, PageReader, paged_launch
+from hack_kernels.triton.read_layout import ReadLayout
+from hack_kernels.triton.split import Workspace
 
 
 @triton.jit
@@ -43,3 +51,21 @@ def add_read_pages(
             added = added + (product(v, p, out[m] * kept[:, None, :]),)
         state = (new_top, weight, added)
     return state
+
+
+def read_decode_launch(
+    add: Any,
+    layout: ReadLayout,
+    pool: Pool,
+    spans: Spans,
+    q: Tensor,
+    out: Tensor,
+    workspace: Workspace,
+    tables: Tensor | None = None,
+    prepare: Any = rounded_query,
+) -> Launch:
+    """The launch that writes `out`, with the device functions `prepare` and `add` and the `tables` of
+    `paged.decode_kernel`. `out` is contiguous; in `q` the heads of each sequence are contiguous."""
+    records = pool.planes[layout.places[0][0]]
+    reader = PageReader(prepare, add, layout, ALL_REGISTERS)
+    return paged_launch(reader, records, records, pool, spans, q, out, workspace, tables)
