@@ -27,18 +27,20 @@ HackFormat make_hack_format(int head_dim, int page_tokens, int k_bits, int v_bit
                      own_k_codes, own_v_codes, seed});
 }
 
-// `gains` [heads, D/8, D, 8], in the order of level_format.h, and `weights` [heads, D] outlive the format. Either both
-// are None or neither is.
+// `gains` [heads, D/8, D, 8] and `pair_gains` [heads, D/8, D/2, 8], in the order of level_format.h, and `weights`
+// [heads, D] outlive the format. Either all are None or none is.
 LevelFormat make_level_format(int head_dim, int page_tokens, int k_bits, int v_bits, bool narrow_scales, int sink,
-                              int recent, nb::handle gains, nb::handle weights) {
+                              int recent, nb::handle gains, nb::handle pair_gains, nb::handle weights) {
   if (!LevelWidths::has(k_bits) || !LevelWidths::has(v_bits)) refuse("levels have a width that no kernel takes");
   const Window window = make_window(sink, recent);
   if (gains.is_none()) return LevelFormat(head_dim, page_tokens, k_bits, v_bits, narrow_scales, window, {}, 0);
-  const Array each_gain(gains, "gains"), each_weight(weights, "weights");
+  const Array each_gain(gains, "gains"), each_pair(pair_gains, "pair_gains"), each_weight(weights, "weights");
   const std::size_t d = std::size_t(head_dim), heads = each_gain.shape(0);
   expect_shape(each_gain, {heads, d / kGainBlock, d, kGainBlock});
+  expect_shape(each_pair, {heads, d / kGainBlock, d / 2, kGainBlock});
   expect_shape(each_weight, {heads, d});
   const Feedback feedback{elements<const float>(each_gain, Type::kFloat, heads * d * d),
+                          elements<const std::int32_t>(each_pair, Type::kInt, heads * d * d / 2),
                           elements<const float>(each_weight, Type::kFloat, heads * d)};
   return LevelFormat(head_dim, page_tokens, k_bits, v_bits, narrow_scales, window, feedback, std::int64_t(heads));
 }
@@ -177,8 +179,8 @@ void bind_formats(nb::module_& m) {
         nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>());
   m.def("delta_format", make_delta_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "group"_a, "k"_a, "v"_a);
   m.def("level_format", make_level_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
-        "narrow_scales"_a, "sink"_a, "recent"_a, "gains"_a.none(), "weights"_a.none(), nb::keep_alive<0, 8>(),
-        nb::keep_alive<0, 9>());
+        "narrow_scales"_a, "sink"_a, "recent"_a, "gains"_a.none(), "pair_gains"_a.none(), "weights"_a.none(),
+        nb::keep_alive<0, 8>(), nb::keep_alive<0, 9>(), nb::keep_alive<0, 10>());
   m.def("hack_format", make_hack_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "own_v_codes"_a, "seed"_a);
   m.def(

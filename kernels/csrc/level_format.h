@@ -21,7 +21,10 @@ inline constexpr int kGainBlock = 8;
 
 // Feedback of one KV head, or of all heads one after another. Null pointers: none.
 struct Feedback {
-  const float* gains;    // [D/8, D, 8]: at [b][i][c] the gain by which channel i > 8b + c acts on channel 8b + c
+  const float* gains;  // [D/8, D, 8]: at [b][i][c] the gain by which channel i > 8b + c acts on channel 8b + c
+  // [D/8, D/2, 8]: at [b][j][c] the gains of channels 2j and 2j + 1 on channel 8b + c, in steps of GAIN_STEP, as two
+  // words of 16 bits, that of channel 2j below.
+  const std::int32_t* pair_gains;
   const float* weights;  // [D]
 };
 
@@ -52,7 +55,7 @@ struct LevelFormat : PageFormat {
   constexpr Feedback feedback_of(int head) const {
     if (feedback.gains == nullptr) return feedback;
     const std::size_t d = head_dim;
-    return {feedback.gains + head * d * d, feedback.weights + head * d};
+    return {feedback.gains + head * d * d, feedback.pair_gains + head * d * d / 2, feedback.weights + head * d};
   }
   constexpr std::size_t code_bytes(int bits) const { return elements() * bits / 8; }
   constexpr std::size_t scale_bytes() const { return narrow_scales ? 1 : 2; }

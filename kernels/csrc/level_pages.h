@@ -132,7 +132,7 @@ void attend_levels(const PageFormat& format, const Pool& pool, const AttendItem&
 template <class S, class Codes, class Exact>
 constexpr std::size_t level_scratch_bytes(const PageFormat& format, int rows) {
   const std::size_t padded = padded_rows(rows), d = format.head_dim, pi = format.page_tokens;
-  const std::size_t query = (padded + kLanes) * (d + 8) + 64 * 4, sealing = 3 * 4 * kSealedRows * d;
+  const std::size_t query = (padded + kLanes) * (d + 8) + 64 * 4, sealing = 10 * kSealedRows * d;
   const std::size_t strips = 4 * kTile * pi * (kStrip + 1) + kTile * pi;
   const std::size_t lanes = lane_scratch_bytes(format, rows) + 4 * S::kLaneVectors * kLanes * pi +
                             LevelLanes<S, Codes>::scratch_bytes(as_levels(format), rows) +

@@ -15,6 +15,11 @@ inline constexpr int kLevelRefits = 1;
 inline constexpr float kTinyHalf = 0x1p-24f;
 inline constexpr int kSealedVectors = 2;
 inline constexpr int kSealedRows = kSealedVectors * kLanes;  // divides every page
+inline constexpr float kFedUnit = 0x1p-11f;  // of sums of levels times gains: half a GAIN_STEP
+
+// Channels of as many sums as registers hold.
+template <class S>
+inline constexpr int kFedChannels = S::kTileRows * S::kTileBlocks / kSealedVectors;
 
 // Distance of levels with the least error for a normal variable of variance 1.
 constexpr float level_step(int bits) {
@@ -43,6 +48,13 @@ struct EachRow {
     return x;
   }
 };
+
+// n, where n + 1/2 is the level nearest to x.
+template <class S, int bits>
+[[gnu::always_inline]] inline typename S::I level_below(typename S::F x) {
+  constexpr float most = zero_point(bits);
+  return S::floor_int(S::max(S::min(x, S::splat(most - 0.5f)), S::splat(-most - 0.5f)));
+}
 
 template <class S, int bits>
 [[gnu::always_inline]] inline typename S::F nearest_level(typename S::F x) {
@@ -103,71 +115,114 @@ EachRow<S> fit_scales(const float* x, int d) {
   return scale;
 }
 
-// Sets `values` [D][kSealedRows] from the last channel to the first. value(c, v, sum) gives the value of channel c for
-// vector v of rows, where sum is Σ over i > c of (gain of c by i) · (value of channel i).
-template <class S, class Value>
-[[gnu::always_inline]] inline void feed_back(const float* gains, int d, float* values, Value value) {
-  constexpr int kBlock = S::kTileRows * S::kTileBlocks / kSealedVectors;  // as many sums as registers hold
-  static_assert(kGainBlock % kBlock == 0);
+// b of rows x [D][kSealedRows]: step 4 of level_format.py.
+template <class S>
+void feed_rows(const float* gains, int d, const float* x, float* felt) {
+  constexpr int kBlock = kFedChannels<S>;
   for (int first = d - kBlock; first >= 0; first -= kBlock) {
     const float* block = gains + first / kGainBlock * kGainBlock * std::size_t(d) + first % kGainBlock;
-    EachRow<S> felt[kBlock];
-    unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { felt[c] = EachRow<S>::splat(0.0f); });
-    const auto feel = [&](int i, const EachRow<S>& x, auto c) __attribute__((always_inline)) {
+    EachRow<S> sums[kBlock];
+    unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { sums[c] = EachRow<S>::splat(0.0f); });
+    const auto feed = [&](int i, const EachRow<S>& value, auto c) __attribute__((always_inline)) {
       const auto gain = S::splat(block[i * kGainBlock + c]);
       unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
-        felt[c].at[v] = S::fma(gain, x.at[v], felt[c].at[v]);
+        sums[c].at[v] = S::fma(gain, value.at[v], sums[c].at[v]);
       });
     };
     for (int i = d - 1; i >= first + kBlock; --i) {
-      const auto x = EachRow<S>::load(values + i * kSealedRows);
-      unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { feel(i, x, c); });
+      const auto value = EachRow<S>::load(x + i * kSealedRows);
+      unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { feed(i, value, c); });
     }
     unrolled<kBlock>([&](auto back) __attribute__((always_inline)) {
       constexpr int c = kBlock - 1 - back;
       const int i = first + c;
-      const auto x = EachRow<S>::make(
-          [&](auto v) __attribute__((always_inline)) { return value(i, v, felt[c].at[v]); });
-      x.store(values + i * kSealedRows);
-      unrolled<c>([&](auto before) __attribute__((always_inline)) { feel(i, x, before); });
+      const auto value = EachRow<S>::load(x + i * kSealedRows);
+      EachRow<S>::make([&](auto v) { return S::add(sums[c].at[v], value.at[v]); }).store(felt + i * kSealedRows);
+      unrolled<c>([&](auto before) __attribute__((always_inline)) { feed(i, value, before); });
     });
   }
 }
 
 // Levels of rows by their scales: step 5 of level_format.py, where b is `felt` [D][kSealedRows]. With `refit`, the
-// scales then become those that fit the levels best (step 6).
+// scales then become those that fit the levels best (step 6); without, the levels are stored. Sums of levels are exact,
+// so they are sums of integers: `words` [D/2][kSealedRows] holds twice the levels of two channels, the even one below.
 template <class S, int bits, bool refit>
 void round_under_feedback(const LevelFormat& fmt, const Feedback& feedback, const float* felt, EachRow<S>& scale,
-                          float* levels) {
+                          std::int32_t* words, float* levels) {
+  using Words = typename S::I[kSealedVectors];
+  constexpr int kBlock = kFedChannels<S>;
+  const int d = fmt.head_dim;
   EachRow<S> steps, dots = EachRow<S>::splat(0.0f), norm = dots;
   for (int v = 0; v < kSealedVectors; ++v) steps.at[v] = S::div(S::splat(1.0f), scale.at[v]);
-  feed_back<S>(feedback.gains, fmt.head_dim, levels, [&](int i, auto v, auto before) __attribute__((always_inline)) {
-    const auto wanted = S::load(felt + i * kSealedRows + v * kLanes);
-    const auto level = nearest_level<S, bits>(S::sub(S::mul(wanted, steps.at[v]), before));
-    if constexpr (refit) {
-      const auto whole = S::add(before, level), weighted = S::mul(S::splat(feedback.weights[i]), whole);
-      dots.at[v] = S::add(dots.at[v], S::mul(weighted, wanted));
-      norm.at[v] = S::add(norm.at[v], S::mul(weighted, whole));
+  for (int first = d - kBlock; first >= 0; first -= kBlock) {
+    const std::int32_t* block =
+        feedback.pair_gains + first / kGainBlock * kGainBlock * std::size_t(d / 2) + first % kGainBlock;
+    Words sums[kBlock];
+    unrolled<kBlock * kSealedVectors>([&](auto i) __attribute__((always_inline)) {
+      sums[i / kSealedVectors][i % kSealedVectors] = S::zero_int();
+    });
+    const auto feed = [&](int pair, const Words& value, auto c) __attribute__((always_inline)) {
+      const auto gain = S::splat_int(block[pair * kGainBlock + c]);
+      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
+        sums[c][v] = S::word_dot(sums[c][v], value[v], gain);
+      });
+    };
+    const auto round = [&](auto c, Words& twice) __attribute__((always_inline)) {
+      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
+        const int i = first + c, at = i * kSealedRows + v * kLanes;
+        const auto wanted = S::load(felt + at), sum = S::to_float(sums[c][v]);
+        const auto below = level_below<S, bits>(S::fma(sum, S::splat(-kFedUnit), S::mul(wanted, steps.at[v])));
+        const auto level = S::add(S::to_float(below), S::splat(0.5f));
+        twice[v] = S::add_int(S::add_int(below, below), S::splat_int(1));
+        if constexpr (refit) {
+          const auto whole = S::fma(sum, S::splat(kFedUnit), level), weighted = S::mul(S::splat(feedback.weights[i]), whole);
+          dots.at[v] = S::add(dots.at[v], S::mul(weighted, wanted));
+          norm.at[v] = S::add(norm.at[v], S::mul(weighted, whole));
+        } else {
+          S::store(levels + at, level);
+        }
+      });
+    };
+    for (int pair = d / 2 - 1; pair >= (first + kBlock) / 2; --pair) {
+      Words value;
+      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
+        value[v] = S::load_int(words + pair * kSealedRows + v * kLanes);
+      });
+      unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { feed(pair, value, c); });
     }
-    return level;
-  });
+    unrolled<kBlock / 2>([&](auto back) __attribute__((always_inline)) {
+      constexpr int even = kBlock - 2 - 2 * back;
+      constexpr std::integral_constant<int, even> lower;
+      constexpr std::integral_constant<int, even + 1> upper;
+      const int pair = (first + even) / 2;
+      Words low, high, both;
+      const auto join = [&](auto v) __attribute__((always_inline)) { both[v] = S::word_pairs(low[v], high[v]); };
+      round(upper, high);
+      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) { low[v] = S::zero_int(); });
+      unrolled<kSealedVectors>(join);
+      feed(pair, both, lower);
+      round(lower, low);
+      unrolled<kSealedVectors>(join);
+      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
+        S::store_int(words + pair * kSealedRows + v * kLanes, both[v]);
+      });
+      unrolled<even>([&](auto before) __attribute__((always_inline)) { feed(pair, both, before); });
+    });
+  }
   if constexpr (refit)
     for (int v = 0; v < kSealedVectors; ++v) scale.at[v] = stored_scale<S>(fmt, S::div(dots.at[v], norm.at[v]));
 }
 
-// Levels of rows x [D][kSealedRows] under `feedback`, in place, and their scales. `felt`, `levels` are as large as x.
+// Levels of rows x [D][kSealedRows] under `feedback`, in place, and their scales.
 template <class S, int bits>
-void feed_levels_back(const LevelFormat& fmt, const Feedback& feedback, float* x, EachRow<S>& scale, float* felt,
-                      float* levels) {
-  feed_back<S>(feedback.gains, fmt.head_dim, levels, [&](int i, auto v, auto before) __attribute__((always_inline)) {
-    const int at = i * kSealedRows + v * kLanes;
-    const auto value = S::load(x + at);
-    S::store(felt + at, S::add(before, value));
-    return value;
-  });
+void feed_levels_back(const LevelFormat& fmt, const Feedback& feedback, float* x, EachRow<S>& scale, Arena<S> arena) {
+  const std::size_t values = std::size_t(fmt.head_dim) * kSealedRows;
+  float* felt = arena.template take<float>(values);
+  std::int32_t* words = arena.template take<std::int32_t>(values / 2);
+  feed_rows<S>(feedback.gains, fmt.head_dim, x, felt);
   for (int refit = 0; refit < kLevelRefits; ++refit)
-    round_under_feedback<S, bits, true>(fmt, feedback, felt, scale, levels);
-  round_under_feedback<S, bits, false>(fmt, feedback, felt, scale, x);
+    round_under_feedback<S, bits, true>(fmt, feedback, felt, scale, words, nullptr);
+  round_under_feedback<S, bits, false>(fmt, feedback, felt, scale, words, x);
 }
 
 template <class S, int bits>
@@ -238,8 +293,7 @@ template <class S, int bits, bool of_k>
 void quantize_levels(const LevelFormat& fmt, const std::uint16_t* rows, const Feedback& feedback,
                      const BasicLevels<std::uint8_t>& to, Arena<S> arena) {
   const int d = fmt.head_dim;
-  const auto take = [&] { return arena.template take<float>(std::size_t(d) * kSealedRows); };
-  float *x = take(), *felt = take(), *levels = take();
+  float* x = arena.template take<float>(std::size_t(d) * kSealedRows);
   for (int t = 0; t < fmt.page_tokens; t += kSealedRows) {
     turn_rows<S>(rows + std::size_t(t) * d, d, x);
     EachRow<S> scale = fit_scales<S, bits>(x, d);
@@ -253,7 +307,7 @@ void quantize_levels(const LevelFormat& fmt, const std::uint16_t* rows, const Fe
             .store(x + i * kSealedRows);
       }
     } else {
-      feed_levels_back<S, bits>(fmt, feedback, x, scale, felt, levels);
+      feed_levels_back<S, bits>(fmt, feedback, x, scale, arena);
     }
     for (int v = 0; v < kSealedVectors; ++v) store_row_scales<S>(fmt, to.scale, t + v * kLanes, scale.at[v]);
     constexpr auto pack = of_k ? pack_k_levels<S, bits, low_bits(bits)> : pack_v_levels<S, bits, low_bits(bits), 0>;

@@ -131,6 +131,8 @@ struct Avx2 {
     return {_mm256_sll_epi32(x.a, count), _mm256_sll_epi32(x.b, count)};
   }
   static I truncate(F x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
+  // The largest whole number that is not above x, for |x| < 2^22.
+  static I floor_int(F x) { return truncate(floor(x)); }
   static I nearest(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
   static int reduce_add_int(I x) {
     const __m256i sum = _mm256_add_epi32(x.a, x.b);
@@ -212,9 +214,14 @@ struct Avx2 {
     };
     return {half(x.a), half(x.b)};
   }
-  // acc + the products of two words per lane.
+  // acc + the products of two words of 16 bits per lane.
   static I word_dot(I acc, I x, I y) {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
+  }
+  // The lower words of `low` and of `high`, the latter as upper words.
+  static I word_pairs(I low, I high) {
+    const auto half = [](__m256i x, __m256i y) { return _mm256_blend_epi16(x, _mm256_slli_epi32(y, 16), 0xAA); };
+    return {half(low.a, high.a), half(low.b, high.b)};
   }
   // Stores 16 words. Each four of them are in the order 0, 2, 1, 3.
   static void store_words(std::int16_t* p, I x) {

@@ -113,6 +113,8 @@ struct Avx512 {
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
   static I shift_left(I x, int n) { return _mm512_sll_epi32(x, _mm_cvtsi32_si128(n)); }
   static I truncate(F x) { return _mm512_cvttps_epi32(x); }
+  // The largest whole number that is not above x, for |x| < 2^22.
+  static I floor_int(F x) { return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
   static I nearest(F x) { return _mm512_cvtps_epi32(x); }
   static int reduce_add_int(I x) { return _mm512_reduce_add_epi32(x); }
   static void store_low_bytes(std::uint8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
@@ -168,6 +170,13 @@ struct Avx512 {
     if constexpr (bits <= kNarrow) return acc;
     return add_int(acc, _mm512_slli_epi32(dot(zero_int(), bytes, plane<1, 7>(codes)), 8));
   }
+  // acc + the products of two words of 16 bits per lane.
+  static I word_dot(I acc, I x, I y) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(y));
+    return acc;
+  }
+  // The lower words of `low` and of `high`, the latter as upper words.
+  static I word_pairs(I low, I high) { return _mm512_mask_mov_epi16(low, 0xAAAAAAAA, _mm512_slli_epi32(high, 16)); }
   // Accumulators of a product with rows in lanes: vectors of rows, times words of a page.
   static constexpr int kLaneVectors = 4;
   static constexpr int kLaneRows = 4;

@@ -121,6 +121,8 @@ struct Portable {
   static F to_float(I x) { return __builtin_convertvector(std::bit_cast<Signed>(x), F); }
   static I shift_left(I x, int n) { return x << n; }
   static I truncate(F x) { return std::bit_cast<I>(__builtin_convertvector(x, Signed)); }
+  // The largest whole number that is not above x, for |x| < 2^22.
+  static I floor_int(F x) { return truncate(whole_below(x)); }
   static I nearest(F x) { return truncate(round(x)); }
   static int reduce_add_int(I x) {
     return int(folded<std::uint32_t>(x, [](std::uint32_t a, std::uint32_t b) { return a + b; }));
@@ -174,6 +176,14 @@ struct Portable {
   static I dot_unsigned(I acc, I codes, I bytes) {
     return sum_products<std::uint8_t>(acc, codes, bytes);
   }
+  // acc + the products of two words of 16 bits per lane.
+  static I word_dot(I acc, I x, I y) {
+    const Signed a = std::bit_cast<Signed>(x), b = std::bit_cast<Signed>(y);
+    const Signed low = ((a << 16) >> 16) * ((b << 16) >> 16), high = (a >> 16) * (b >> 16);
+    return acc + std::bit_cast<I>(low) + std::bit_cast<I>(high);
+  }
+  // The lower words of `low` and of `high`, the latter as upper words.
+  static I word_pairs(I low, I high) { return (low & 0xFFFFu) | (high << 16); }
   // Accumulators of a product with rows in lanes: vectors of rows, times words of a page.
   static constexpr int kLaneVectors = 1;
   static constexpr int kLaneRows = 4;

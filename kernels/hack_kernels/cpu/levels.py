@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from hack_kernels.base import Pool, Rows, Spans
@@ -11,7 +12,7 @@ from hack_kernels.check import check_seal
 from hack_kernels.cpu.attention import attend
 from hack_kernels.cpu.extension import compiled
 from hack_kernels.cpu.resting import RestingCodes
-from hack_kernels.level_format import Feedback, LevelFormat, Scales
+from hack_kernels.level_format import GAIN_STEP, Feedback, LevelFormat, Scales
 
 GAIN_BLOCK: Final = 8
 
@@ -30,8 +31,7 @@ class LevelCpu(RestingCodes):
     def set_feedback(self, layer: int, feedback: Feedback) -> None:
         """Keep gains in the order of the kernel, which applies a channel's level to eight channels at once."""
         feedback.check(self.fmt.head_dim)
-        blocks = feedback.gains.mT.unflatten(-1, (-1, GAIN_BLOCK)).transpose(1, 2)  # [heads, D/8, D, 8]
-        self._sealing[layer] = native_format(self.fmt, Feedback(blocks.contiguous(), feedback.weights.contiguous()))
+        self._sealing[layer] = native_format(self.fmt, feedback)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantize full pages into the pool, in native order."""
@@ -45,7 +45,8 @@ class LevelCpu(RestingCodes):
 
 
 def native_format(fmt: LevelFormat, feedback: Feedback | None) -> Any:
-    """`fmt` for C++, which borrows gains [heads, D/8, D, 8] and weights, and keeps them alive."""
+    """`fmt` for C++, with the feedback of a layer's seals."""
+    tensors = dict.fromkeys(("gains", "pair_gains", "weights")) if feedback is None else native_feedback(feedback)
     return compiled().level_format(
         head_dim=fmt.head_dim,
         page_tokens=fmt.page_tokens,
@@ -54,6 +55,14 @@ def native_format(fmt: LevelFormat, feedback: Feedback | None) -> Any:
         narrow_scales=fmt.scales is Scales.FP8,
         sink=fmt.window.sink,
         recent=fmt.window.recent,
-        gains=None if feedback is None else feedback.gains,
-        weights=None if feedback is None else feedback.weights,
+        **tensors,
     )
+
+
+def native_feedback(feedback: Feedback) -> dict[str, Tensor]:
+    """What C++ borrows and keeps alive, in the order of level_format.h: gains [heads, D/8, D, 8]; gains of pairs of
+    channels [heads, D/8, D/2, 8], two words of 16 bits each; weights [heads, D]."""
+    gains = feedback.gains.mT.unflatten(-1, (-1, GAIN_BLOCK)).transpose(1, 2).contiguous()
+    words = (gains / GAIN_STEP).to(torch.int16).unflatten(2, (-1, 2)).movedim(3, -1)  # [heads, D/8, D/2, 8, 2]
+    pair_gains = words.contiguous().view(torch.int32).squeeze(-1)
+    return {"gains": gains, "pair_gains": pair_gains, "weights": feedback.weights.contiguous()}
