@@ -70,6 +70,12 @@ def assert_extremes_agree(backend: Backend, fmt: LevelFormat, scale: float, feed
     assert_bytes_agree(kernels_of(backend, fmt, feedback), fmt, k, v)
 
 
+def largest_feedback(head_dim: int) -> Feedback:
+    """Gains of random signs, some of them and the sums of most channels as large as they may be."""
+    gains = (100 * random_rows(6, HEADS, head_dim, head_dim)).triu(1)
+    return Feedback(on_grid(gains), torch.ones(HEADS, head_dim))
+
+
 def assert_attention_agrees(
     both: Pair, fmt: LevelFormat, group: int, begins: Sequence[int], heads: int = HEADS
 ) -> None:

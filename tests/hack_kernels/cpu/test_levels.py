@@ -33,8 +33,8 @@ def test_bytes_equal_the_definition(backend: cpu.CpuBackend, fmt: LevelFormat, f
 
 @pytest.mark.parametrize("scale", [0.0, 2.0**-24, 2.0**-14, 1e-3, 300.0, 15000.0, 60000.0, torch.inf])
 def test_bytes_equal_the_definition_at_extreme_scales(backend: cpu.CpuBackend, scale: float) -> None:
-    feedback = feedback_of(metrics(5, pairs.HEADS, 64))
-    for bits, scales, fed in itertools.product(LEVEL_BITS, Scales, (None, feedback)):
+    feedbacks = (None, feedback_of(metrics(5, pairs.HEADS, 64)), pairs.largest_feedback(64))
+    for bits, scales, fed in itertools.product(LEVEL_BITS, Scales, feedbacks):
         pairs.assert_extremes_agree(backend, LevelFormat(64, 32, bits, bits, scales=scales), scale, fed)
 
 
