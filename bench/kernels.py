@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.kernels_codecs import codec_rows
+from bench.kernels_isas import isa_rows
 from bench.kernels_limits import MachineLimits, measure_limits
-from bench.kernels_prefill import isa_rows
 from bench.kernels_report import console_line, write_report
 from bench.race import Calls, copies, race
 from bench.row import Row
@@ -247,9 +247,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder whose performance.md, .json and .png get this section")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
-        "--only", choices=["decode", "prefill", "prompt", "pages", "fp16", "codecs"], help="one part of the table"
+        "--only", choices=["decode", "prefill", "isas", "pages", "fp16", "codecs"], help="one part of the table"
     )
     arguments = parser.parse_args()
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
     priority = take_priority()
     torch.set_num_threads(arguments.threads)
     backend = own_backend(arguments.threads)
@@ -268,8 +270,8 @@ def main() -> None:
             report(row)
     if arguments.only in (None, "prefill"):
         report(prefill_row(backend, 8192, 2, 4))
-    if arguments.only in (None, "prompt"):
-        for row in isa_rows(4096, arguments.threads):
+    if arguments.only in (None, "isas"):
+        for row in isa_rows(arguments.threads):
             report(row)
     if arguments.only in (None, "fp16"):
         for tokens in (2048, 8192):

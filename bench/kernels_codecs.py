@@ -18,7 +18,7 @@ from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import HackFormat, HackKernels
 from hack_kernels.huffman_format import HuffmanFormat, HuffmanSide, Unit
-from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels, on_grid
+from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
 from hack_kernels.nuq_format import NuqFormat, NuqKernels, NuqTables, normal_poles
 from hack_kernels.pools import new_pool
 from hack_kernels.read_format import ReadFormat
@@ -33,6 +33,7 @@ from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 from torch import Tensor
 
+from bench.kernels_isas import random_feedback
 from bench.race import Calls, copies, race
 from bench.row import Row
 
@@ -160,7 +161,7 @@ def seal_rows(backend: CpuBackend, tokens: int) -> Iterator[Row]:
     ids = torch.arange(tokens // PI)
     for fed in (False, True):
         contenders: dict[str, Calls] = {}
-        for name, (fmt, kernels) in codecs(backend, random_feedback() if fed else None).items():
+        for name, (fmt, kernels) in codecs(backend, random_feedback(KV_HEADS, D) if fed else None).items():
             if (fed and name not in LEVELS) or name.endswith("unfused"):
                 continue
             pool = new_pool(fmt, kernels, CPU, len(ids), 1, range(KV_HEADS))
@@ -191,9 +192,3 @@ def decode_inputs(kernels: PageKernels, fmt: PageFormat, k: Tensor, v: Tensor) -
         open_rows.normal_()
     spans = Spans(zero + pages * PI, zero + 1, zero, torch.randperm(pages)[None], zero)
     return pool, spans, Rows(torch.randn(1, KV_HEADS * GROUP, D))
-
-
-def random_feedback() -> Feedback:
-    """Random feedback: its values do not change the time of a seal."""
-    gains: Tensor = (torch.randn(KV_HEADS, D, D) / 8).triu(1)
-    return Feedback(on_grid(gains), torch.rand(KV_HEADS, D) + 0.5)

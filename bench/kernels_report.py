@@ -10,7 +10,7 @@ from typing import Final
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from bench.kernels_prefill import WHAT, isa_table
+from bench.kernels_isas import is_isa_row, isa_table
 from bench.row import Row
 from bench.sections import write_section
 
@@ -43,9 +43,9 @@ def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) 
     decode = [row for row in rows if row.what == "attn_decode"]
     prefill = [row for row in rows if row.what == "attn_prefill"]
     fp16 = [row for row in rows if row.what.startswith("codec fp16")]
-    codecs = [row for row in rows if row.speeds]
-    prompts = [row for row in rows if row.what.startswith(WHAT)]
-    others = [row for row in rows if row not in (*decode, *prefill, *fp16, *codecs, *prompts)]
+    isas = [row for row in rows if is_isa_row(row)]
+    codecs = [row for row in rows if row.speeds and row not in isas]
+    others = [row for row in rows if row not in (*decode, *prefill, *fp16, *codecs, *isas)]
     lines = ["## CPU kernels", "", "`python -m bench.kernels --out docs` · " + describe(machine), ""]
     if decode:
         lines += [
@@ -60,7 +60,7 @@ def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) 
     if prefill:
         lines += ["| attn_prefill | ms | BF16 | SDPA |", "|---|---|---|---|", "| target | | ≥ 1.3× hoped for | ≥ 2× |"]
         lines += [f"| {r.shape} | {r.ms['hack']:.0f} | {ratio(r, 'bf16', 2)} | {best(r, '')} |" for r in prefill] + [""]
-    lines += isa_table(prompts)
+    lines += isa_table(isas)
     if fp16:
         lines += ["| codec fp16 | shape | ms | through torch, ms | faster |", "|---|---|---|---|---|"]
         lines += [

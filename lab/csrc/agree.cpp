@@ -101,17 +101,25 @@ void run(const HackFormat& fmt) {
 void run_levels(int head_dim, int page_tokens, int k_bits, int v_bits, Window window) {
   std::mt19937 random(5);
   std::vector<float> gains(std::size_t(kHeads) * head_dim * head_dim), weights(std::size_t(kHeads) * head_dim);
+  std::vector<std::int32_t> pair_gains(gains.size() / 2);
   for (float& w : weights) w = float(1 + random() % 1000) / 256;
   for (std::size_t at = 0; at < gains.size(); ++at) {
     const std::size_t c = at % kGainBlock, i = at / kGainBlock % head_dim, b = at / kGainBlock / head_dim;
     const std::size_t feels = b % (head_dim / kGainBlock) * kGainBlock + c;
-    gains[at] = i > feels ? float(int(random() % 257) - 128) / 1024 : 0;
+    const int steps = i > feels ? int(random() % 257) - 128 : 0;
+    gains[at] = float(steps) / 1024;
+    auto& pair = pair_gains[(b * (head_dim / 2) + i / 2) * kGainBlock + c];
+    pair = std::int32_t(std::uint32_t(pair) | std::uint32_t(std::uint16_t(steps)) << (i % 2 * 16));
   }
   const std::string named = "levels " + bits(k_bits, v_bits) + " sink " + std::to_string(window.sink) + " recent " +
                             std::to_string(window.recent);
-  run(LevelFormat(head_dim, page_tokens, k_bits, v_bits, window, {}, 0), named);
-  run(LevelFormat(head_dim, page_tokens, k_bits, v_bits, window, {gains.data(), weights.data()}, kHeads),
-      named + " feedback");
+  const Feedback feedback{gains.data(), pair_gains.data(), weights.data()};
+  for (const bool narrow : {false, true}) {
+    const std::string scales = narrow ? " scales of a byte" : "";
+    run(LevelFormat(head_dim, page_tokens, k_bits, v_bits, narrow, window, {}, 0), named + scales);
+    run(LevelFormat(head_dim, page_tokens, k_bits, v_bits, narrow, window, feedback, kHeads),
+        named + scales + " feedback");
+  }
 }
 
 }  // namespace

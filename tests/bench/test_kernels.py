@@ -10,8 +10,8 @@ from hack_kernels.cpu.extension import supported_isas
 
 from bench import kernels as bench
 from bench.kernels_codecs import LEVELS, READ, codec_rows
+from bench.kernels_isas import CODECS, SHAPES, isa_rows
 from bench.kernels_limits import MachineLimits
-from bench.kernels_prefill import CODECS, SHAPES, isa_rows
 from bench.kernels_report import console_line, write_report
 from bench.row import Row
 from lab.rivals import RIVALS
@@ -61,10 +61,15 @@ def test_codecs_stand_side_by_side(backend: CpuBackend, monkeypatch: pytest.Monk
         assert all(f"{name} {speed:.2f}" in console_line(row, []) for name, speed in row.speeds.items())
 
 
-def test_prompts_have_a_time_for_every_instruction_set(tmp_path: Path) -> None:
-    rows = list(isa_rows(128, threads=1))
-    assert len(rows) == len(CODECS) * len(SHAPES)
-    assert all(list(row.ms) == [*supported_isas(), "SDPA"] for row in rows)
+def test_each_instruction_set_has_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.race.COLD_BYTES", 1)
+    rows = list(isa_rows(1, prompt=128, decode=128, sealed=128))
+    prompts, decodes = ([row for row in rows if row.what.startswith(what)] for what in ("prompt, ", "decode, "))
+    assert len(prompts) == len(decodes) == len(CODECS) * len(SHAPES)
+    assert len(rows) == len(SHAPES) * (3 * len(CODECS) + 1)  # the default preset is sealed with feedback, too
+    for row in rows:
+        assert list(row.ms) == [*supported_isas(), *(["SDPA"] if row in prompts else [])]
+        assert list(row.speeds) == ([] if row in prompts else supported_isas())
     write_report(tmp_path, bench.machine(CpuBackend(threads=1), LIMITS, priority=False), rows)
     text = (tmp_path / "performance.md").read_text(encoding="utf-8")
-    assert all(f"| {row.what.removeprefix('prompt, ')} | {row.shape} | " in text for row in rows)
+    assert all(f"| {row.what} | {row.shape} | " in text for row in rows)

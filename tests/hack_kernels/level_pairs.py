@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from hack_kernels.base import Backend, Planes, Pool, Rows, Spans
-from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels, Scales
+from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels, Scales, on_grid
 from hack_kernels.pools import new_pool
 from hack_kernels.reference.levels import LevelReference
 from hack_kernels.rowwise import Rowwise

@@ -17,7 +17,9 @@ def attend(native: Any, fmt: Any, layer: int, pool: Pool, spans: Spans, rows: Ro
         wide = Rows(q.float(), rows.k, rows.v)
         return attend(native, fmt, layer, pool, spans, wide).to(q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    k, v = (None if x is None else x.contiguous() for x in (rows.k, rows.v))
+    k, v = rows.k, rows.v
+    if k is not None and v is not None:
+        k, v = k.contiguous(), v.contiguous()
     opened = (pool.open_k, pool.open_v)
     native.attend(fmt, layer, pool.planes, *opened, span_tensors(spans), q, out, k, v, pool.head_start)
     return out
