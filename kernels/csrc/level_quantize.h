@@ -143,74 +143,98 @@ void feed_rows(const float* gains, int d, const float* x, float* felt) {
   }
 }
 
+// Twice the levels of two channels of kSealedRows rows, the even channel in the lower words; or sums of products with
+// such levels.
+template <class S>
+struct EachPair {
+  typename S::I at[kSealedVectors];
+
+  static EachPair load(const std::int32_t* p) { return make([&](auto v) { return S::load_int(p + v * kLanes); }); }
+  static EachPair zero() { return make([](auto) { return S::zero_int(); }); }
+  static EachPair join(const EachPair& even, const EachPair& odd) {
+    return make([&](auto v) { return S::word_pairs(even.at[v], odd.at[v]); });
+  }
+  void store(std::int32_t* p) const {
+    unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) { S::store_int(p + v * kLanes, at[v]); });
+  }
+  // Adds products of levels with the gains of their two channels.
+  [[gnu::always_inline]] void feed(const EachPair& levels, std::int32_t pair_gain) {
+    const auto gain = S::splat_int(pair_gain);
+    unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
+      at[v] = S::word_dot(at[v], levels.at[v], gain);
+    });
+  }
+  template <class Make>
+  [[gnu::always_inline]] static EachPair make(Make make) {
+    EachPair x;
+    unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) { x.at[v] = make(v); });
+    return x;
+  }
+};
+
+// Step 5 of level_format.py for one channel after another, and what step 6 sums.
+template <class S, int bits, bool refit>
+struct FedRows {
+  const float* felt;     // [D][kSealedRows]: b
+  const float* weights;  // [D]
+  float* levels;         // [D][kSealedRows], unless `refit`
+  EachRow<S> steps, dots = EachRow<S>::splat(0.0f), norm = EachRow<S>::splat(0.0f);
+
+  // Rounds channel i. `sums` is what the channels after it feed to it. Returns twice its levels.
+  [[gnu::always_inline]] EachPair<S> round(int i, const EachPair<S>& sums) {
+    return EachPair<S>::make([&](auto v) __attribute__((always_inline)) {
+      const int at = i * kSealedRows + v * kLanes;
+      const auto wanted = S::load(felt + at), sum = S::to_float(sums.at[v]);
+      const auto below = level_below<S, bits>(S::fma(sum, S::splat(-kFedUnit), S::mul(wanted, steps.at[v])));
+      const auto level = S::add(S::to_float(below), S::splat(0.5f));
+      if constexpr (refit) {
+        const auto whole = S::fma(sum, S::splat(kFedUnit), level), weighted = S::mul(S::splat(weights[i]), whole);
+        dots.at[v] = S::add(dots.at[v], S::mul(weighted, wanted));
+        norm.at[v] = S::add(norm.at[v], S::mul(weighted, whole));
+      } else {
+        S::store(levels + at, level);
+      }
+      return S::add_int(S::add_int(below, below), S::splat_int(1));
+    });
+  }
+};
+
 // Levels of rows by their scales: step 5 of level_format.py, where b is `felt` [D][kSealedRows]. With `refit`, the
 // scales then become those that fit the levels best (step 6); without, the levels are stored. Sums of levels are exact,
-// so they are sums of integers: `words` [D/2][kSealedRows] holds twice the levels of two channels, the even one below.
+// so they are sums of integers, of the pairs in `words` [D/2][kSealedRows].
 template <class S, int bits, bool refit>
 void round_under_feedback(const LevelFormat& fmt, const Feedback& feedback, const float* felt, EachRow<S>& scale,
                           std::int32_t* words, float* levels) {
-  using Words = typename S::I[kSealedVectors];
+  using Pair = EachPair<S>;
   constexpr int kBlock = kFedChannels<S>;
   const int d = fmt.head_dim;
-  EachRow<S> steps, dots = EachRow<S>::splat(0.0f), norm = dots;
-  for (int v = 0; v < kSealedVectors; ++v) steps.at[v] = S::div(S::splat(1.0f), scale.at[v]);
+  const auto steps = EachRow<S>::make([&](auto v) { return S::div(S::splat(1.0f), scale.at[v]); });
+  FedRows<S, bits, refit> rows{felt, feedback.weights, levels, steps};
   for (int first = d - kBlock; first >= 0; first -= kBlock) {
-    const std::int32_t* block =
+    const std::int32_t* gains =
         feedback.pair_gains + first / kGainBlock * kGainBlock * std::size_t(d / 2) + first % kGainBlock;
-    Words sums[kBlock];
-    unrolled<kBlock * kSealedVectors>([&](auto i) __attribute__((always_inline)) {
-      sums[i / kSealedVectors][i % kSealedVectors] = S::zero_int();
-    });
-    const auto feed = [&](int pair, const Words& value, auto c) __attribute__((always_inline)) {
-      const auto gain = S::splat_int(block[pair * kGainBlock + c]);
-      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
-        sums[c][v] = S::word_dot(sums[c][v], value[v], gain);
-      });
-    };
-    const auto round = [&](auto c, Words& twice) __attribute__((always_inline)) {
-      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
-        const int i = first + c, at = i * kSealedRows + v * kLanes;
-        const auto wanted = S::load(felt + at), sum = S::to_float(sums[c][v]);
-        const auto below = level_below<S, bits>(S::fma(sum, S::splat(-kFedUnit), S::mul(wanted, steps.at[v])));
-        const auto level = S::add(S::to_float(below), S::splat(0.5f));
-        twice[v] = S::add_int(S::add_int(below, below), S::splat_int(1));
-        if constexpr (refit) {
-          const auto whole = S::fma(sum, S::splat(kFedUnit), level), weighted = S::mul(S::splat(feedback.weights[i]), whole);
-          dots.at[v] = S::add(dots.at[v], S::mul(weighted, wanted));
-          norm.at[v] = S::add(norm.at[v], S::mul(weighted, whole));
-        } else {
-          S::store(levels + at, level);
-        }
-      });
+    Pair sums[kBlock];
+    unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { sums[c] = Pair::zero(); });
+    const auto feed = [&](int pair, const Pair& value, auto c) __attribute__((always_inline)) {
+      sums[c].feed(value, gains[pair * kGainBlock + c]);
     };
     for (int pair = d / 2 - 1; pair >= (first + kBlock) / 2; --pair) {
-      Words value;
-      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
-        value[v] = S::load_int(words + pair * kSealedRows + v * kLanes);
-      });
+      const Pair value = Pair::load(words + pair * kSealedRows);
       unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { feed(pair, value, c); });
     }
     unrolled<kBlock / 2>([&](auto back) __attribute__((always_inline)) {
-      constexpr int even = kBlock - 2 - 2 * back;
-      constexpr std::integral_constant<int, even> lower;
-      constexpr std::integral_constant<int, even + 1> upper;
+      constexpr int even = kBlock - 2 - 2 * back, odd = even + 1;
       const int pair = (first + even) / 2;
-      Words low, high, both;
-      const auto join = [&](auto v) __attribute__((always_inline)) { both[v] = S::word_pairs(low[v], high[v]); };
-      round(upper, high);
-      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) { low[v] = S::zero_int(); });
-      unrolled<kSealedVectors>(join);
-      feed(pair, both, lower);
-      round(lower, low);
-      unrolled<kSealedVectors>(join);
-      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
-        S::store_int(words + pair * kSealedRows + v * kLanes, both[v]);
-      });
-      unrolled<even>([&](auto before) __attribute__((always_inline)) { feed(pair, both, before); });
+      const Pair upper = rows.round(first + odd, sums[odd]);
+      feed(pair, Pair::join(Pair::zero(), upper), std::integral_constant<int, even>{});
+      const Pair both = Pair::join(rows.round(first + even, sums[even]), upper);
+      both.store(words + pair * kSealedRows);
+      unrolled<even>([&](auto c) __attribute__((always_inline)) { feed(pair, both, c); });
     });
   }
   if constexpr (refit)
-    for (int v = 0; v < kSealedVectors; ++v) scale.at[v] = stored_scale<S>(fmt, S::div(dots.at[v], norm.at[v]));
+    for (int v = 0; v < kSealedVectors; ++v)
+      scale.at[v] = stored_scale<S>(fmt, S::div(rows.dots.at[v], rows.norm.at[v]));
 }
 
 // Levels of rows x [D][kSealedRows] under `feedback`, in place, and their scales.
