@@ -40,6 +40,9 @@ PROMPT: Final = "prompt, "
 DECODE: Final = "decode, "
 SEAL: Final = "seal, "
 """Prefixes of the names of these rows; the codec follows."""
+UNITS: Final = (
+    "Prompts in milliseconds. Decode in GB/s of what it reads, pages of codes and exact ones; seals in GB/s of FP16 rows."
+)
 CPU: Final = torch.device("cpu")
 
 
@@ -158,7 +161,7 @@ def isa_table(rows: list[Row]) -> list[str]:
     lines = [f"| each instruction set | shape | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
     for row in rows:
         lines.append(f"| {row.what} | {row.shape} | {' | '.join(cell(row, name) for name in names)} |")
-    return [*lines, "", "Prompts in milliseconds. Decode in GB/s of what it reads, pages of codes and exact ones; seals in GB/s of FP16 rows.", ""]
+    return [*lines, "", UNITS, ""]
 
 
 def cell(row: Row, name: str) -> str:
