@@ -40,7 +40,9 @@ PROMPT: Final = "prompt, "
 DECODE: Final = "decode, "
 SEAL: Final = "seal, "
 """Prefixes of the names of these rows; the codec follows."""
-UNITS: Final = "Prompts in milliseconds. Decode in GB/s of what it reads, pages of codes and exact ones; seals in GB/s of FP16 rows."
+UNITS: Final = (
+    "Prompts in ms. Decode in GB/s of what it reads, pages of codes and exact ones; seals in GB/s of FP16 rows."
+)
 CPU: Final = torch.device("cpu")
 
 
