@@ -36,10 +36,6 @@ CODECS: Final[dict[str, tuple[Callable[[int], PageFormat], Callable[..., Any]]]]
     "hack": (lambda d: HackFormat(d, PI), HackReference),
     "fp16": (lambda d: RowFormat(d, PI), RowReference),
 }
-PROMPT: Final = "prompt, "
-DECODE: Final = "decode, "
-SEAL: Final = "seal, "
-"""Prefixes of the names of these rows; the codec follows."""
 UNITS: Final = (
     "Prompts in ms. Decode in GB/s of what it reads, pages of codes and exact ones; seals in GB/s of FP16 rows."
 )
@@ -63,15 +59,15 @@ def prompt_rows(tokens: int, threads: int, d: int, kv_heads: int, group: int) ->
     q = torch.randn(tokens, kv_heads * group, d).bfloat16()
     key, value = (x.bfloat16().repeat_interleave(group, 1).transpose(0, 1)[None].contiguous() for x in (k, v))
     sdpa = partial(scaled_dot_product_attention, q.transpose(0, 1)[None].contiguous(), key, value, is_causal=True)
-    for name, kernels_of in by_codec(d).items():
+    for name in CODECS:
         contenders: dict[str, Calls] = {}
         for isa in supported_isas():
-            fmt, kernels = kernels_of(CpuBackend(isa, threads))
+            fmt, kernels = codec_on(CpuBackend(isa, threads), name, d)
             pool = sealed_pool(fmt, kernels, k, v)
             contenders[isa] = [partial(kernels.attend, 0, pool, spans, Rows(q, k, v))]
         contenders["SDPA"] = [sdpa]
         ms, _ = race(contenders, rounds=5)
-        yield Row(PROMPT + name, f"{tokens} tokens, {kv_heads}x{group} heads, head_dim {d}", ms)
+        yield Row(f"prompt, {name}", f"{tokens} tokens, {kv_heads}x{group} heads, head_dim {d}", ms)
 
 
 def decode_rows(tokens: int, threads: int, d: int, kv_heads: int, group: int) -> Iterator[Row]:
@@ -80,46 +76,44 @@ def decode_rows(tokens: int, threads: int, d: int, kv_heads: int, group: int) ->
     spans = Spans(zero + tokens, zero + 1, zero, ids.flip(0)[None], zero)
     k, v = (torch.randn(tokens, kv_heads, d).half() for _ in range(2))
     query = Rows(torch.randn(1, kv_heads * group, d).bfloat16())
-    for name, kernels_of in by_codec(d).items():
+    for name in CODECS:
         contenders: dict[str, Calls] = {}
         for isa in supported_isas():
-            fmt, kernels = kernels_of(CpuBackend(isa, threads))
+            fmt, kernels = codec_on(CpuBackend(isa, threads), name, d)
             read = kv_heads * read_bytes(fmt, len(ids))
             pools = [sealed_pool(fmt, kernels, k, v) for _ in range(copies(read))]
             contenders[isa] = [partial(kernels.attend, 0, pool, spans, query) for pool in pools]
         ms, _ = race(contenders, rounds=5)
         speeds = {isa: read / (t * 1e6) for isa, t in ms.items()}
-        yield Row(DECODE + name, f"{tokens} tokens, {kv_heads}x{group} heads, head_dim {d}", ms, speeds=speeds)
+        yield Row(f"decode, {name}", f"{tokens} tokens, {kv_heads}x{group} heads, head_dim {d}", ms, speeds=speeds)
 
 
 def seal_rows(tokens: int, d: int, kv_heads: int) -> Iterator[Row]:
     """A row for each codec, and one for levels with feedback."""
     ids = torch.arange(tokens // PI)
     rows = [in_pages(torch.randn(tokens, kv_heads, d).half()) for _ in range(2)]
-    named = [(name, name, None) for name in CODECS] + [
-        ("rot-k3v2", "rot-k3v2, calibrated", random_feedback(kv_heads, d))
+    fed: list[tuple[str, Feedback | None]] = [
+        *((name, None) for name in CODECS),
+        ("rot-k3v2", random_feedback(kv_heads, d)),
     ]
-    for codec, name, feedback in named:
+    for name, feedback in fed:
+        what = name if feedback is None else f"{name}, calibrated"
         contenders: dict[str, Calls] = {}
         for isa in supported_isas():
-            fmt, kernels = by_codec(d)[codec](CpuBackend(isa, threads=1))
+            fmt, kernels = codec_on(CpuBackend(isa, threads=1), name, d)
             if feedback is not None:
                 cast(LevelKernels, kernels).set_feedback(0, feedback)
             pool = new_pool(fmt, kernels, CPU, len(ids), 1, range(kv_heads))
             contenders[isa] = [partial(kernels.seal, 0, pool, ids, ids * PI, *rows)]
         ms, _ = race(contenders, rounds=9)
         speeds = {isa: 4 * tokens * kv_heads * d / (t * 1e6) for isa, t in ms.items()}
-        yield Row(SEAL + name, f"{tokens} tokens, one core, {kv_heads} heads, head_dim {d}", ms, speeds=speeds)
+        yield Row(f"seal, {what}", f"{tokens} tokens, one core, {kv_heads} heads, head_dim {d}", ms, speeds=speeds)
 
 
-def by_codec(d: int) -> dict[str, Callable[[CpuBackend], tuple[PageFormat, PageKernels]]]:
-    """Codec -> a function that gives its format and a backend's kernels for it."""
-
-    def kernels_of(name: str, backend: CpuBackend) -> tuple[PageFormat, PageKernels]:
-        format_of, definition = CODECS[name]
-        return format_of(d), backend.kernels_for(format_of(d), definition)
-
-    return {name: partial(kernels_of, name) for name in CODECS}
+def codec_on(backend: CpuBackend, name: str, d: int) -> tuple[PageFormat, PageKernels]:
+    """The format of a codec's pages at head_dim d, and the backend's kernels for it."""
+    format_of, definition = CODECS[name]
+    return format_of(d), backend.kernels_for(format_of(d), definition)
 
 
 def read_bytes(fmt: PageFormat, page: int) -> int:

@@ -8,10 +8,10 @@ build=build/agree
 kernels=kernels/csrc
 mkdir -p "$build"
 sources="lab/csrc/agree.cpp $kernels/attention.cpp $kernels/thread_pool.cpp $kernels/unit_portable.cpp"
-flags="-I $kernels -std=c++20 -O2 -Wall -Wextra -Wno-psabi -ffp-contract=off -fno-math-errno -fno-trapping-math -pthread -static"
+flags="-I $kernels -std=c++20 -O2 -Wall -Wextra -Wno-psabi -ffp-contract=off -fno-math-errno -fno-trapping-math -pthread"
 g++ $flags $sources -o "$build/here"
 if [ "${1:-}" = here ]; then exec "$build/here"; fi
-aarch64-linux-gnu-g++ $flags $sources -o "$build/aarch64"
+aarch64-linux-gnu-g++ -static $flags $sources -o "$build/aarch64"
 "$build/here" > "$build/here.txt"
 qemu-aarch64 "$build/aarch64" > "$build/aarch64.txt"
 cmp "$build/here.txt" "$build/aarch64.txt"

@@ -143,36 +143,36 @@ void feed_rows(const float* gains, int d, const float* x, float* felt) {
   }
 }
 
-// Twice the levels of two channels of kSealedRows rows, the even channel in the lower words; or sums of products with
-// such levels.
+// One integer for each of kSealedRows rows. It holds twice the levels of a pair of channels, as two words of 16 bits,
+// that of the even channel below; or a sum of products with such words.
 template <class S>
-struct EachPair {
+struct EachInt {
   typename S::I at[kSealedVectors];
 
-  static EachPair load(const std::int32_t* p) { return make([&](auto v) { return S::load_int(p + v * kLanes); }); }
-  static EachPair zero() { return make([](auto) { return S::zero_int(); }); }
-  static EachPair join(const EachPair& even, const EachPair& odd) {
+  static EachInt load(const std::int32_t* p) { return make([&](auto v) { return S::load_int(p + v * kLanes); }); }
+  static EachInt zero() { return make([](auto) { return S::zero_int(); }); }
+  static EachInt join(const EachInt& even, const EachInt& odd) {
     return make([&](auto v) { return S::word_pairs(even.at[v], odd.at[v]); });
   }
   void store(std::int32_t* p) const {
     unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) { S::store_int(p + v * kLanes, at[v]); });
   }
-  // Adds products of levels with the gains of their two channels.
-  [[gnu::always_inline]] void feed(const EachPair& levels, std::int32_t pair_gain) {
+  // Adds the products of a pair's levels with the gains of its channels.
+  [[gnu::always_inline]] void feed(const EachInt& levels, std::int32_t pair_gain) {
     const auto gain = S::splat_int(pair_gain);
     unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
       at[v] = S::word_dot(at[v], levels.at[v], gain);
     });
   }
   template <class Make>
-  [[gnu::always_inline]] static EachPair make(Make make) {
-    EachPair x;
+  [[gnu::always_inline]] static EachInt make(Make make) {
+    EachInt x;
     unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) { x.at[v] = make(v); });
     return x;
   }
 };
 
-// Step 5 of level_format.py for one channel after another, and what step 6 sums.
+// Rounds channels one after another (step 5 of level_format.py), and sums what step 6 needs.
 template <class S, int bits, bool refit>
 struct FedRows {
   const float* felt;     // [D][kSealedRows]: b
@@ -180,9 +180,9 @@ struct FedRows {
   float* levels;         // [D][kSealedRows], unless `refit`
   EachRow<S> steps, dots = EachRow<S>::splat(0.0f), norm = EachRow<S>::splat(0.0f);
 
-  // Rounds channel i. `sums` is what the channels after it feed to it. Returns twice its levels.
-  [[gnu::always_inline]] EachPair<S> round(int i, const EachPair<S>& sums) {
-    return EachPair<S>::make([&](auto v) __attribute__((always_inline)) {
+  // Rounds channel i, where `sums` holds the products of the channels after it. Returns twice its levels.
+  [[gnu::always_inline]] EachInt<S> round(int i, const EachInt<S>& sums) {
+    return EachInt<S>::make([&](auto v) __attribute__((always_inline)) {
       const int at = i * kSealedRows + v * kLanes;
       const auto wanted = S::load(felt + at), sum = S::to_float(sums.at[v]);
       const auto below = level_below<S, bits>(S::fma(sum, S::splat(-kFedUnit), S::mul(wanted, steps.at[v])));
@@ -205,7 +205,7 @@ struct FedRows {
 template <class S, int bits, bool refit>
 void round_under_feedback(const LevelFormat& fmt, const Feedback& feedback, const float* felt, EachRow<S>& scale,
                           std::int32_t* words, float* levels) {
-  using Pair = EachPair<S>;
+  using Ints = EachInt<S>;
   constexpr int kBlock = kFedChannels<S>;
   const int d = fmt.head_dim;
   const auto steps = EachRow<S>::make([&](auto v) { return S::div(S::splat(1.0f), scale.at[v]); });
@@ -213,21 +213,21 @@ void round_under_feedback(const LevelFormat& fmt, const Feedback& feedback, cons
   for (int first = d - kBlock; first >= 0; first -= kBlock) {
     const std::int32_t* gains =
         feedback.pair_gains + first / kGainBlock * kGainBlock * std::size_t(d / 2) + first % kGainBlock;
-    Pair sums[kBlock];
-    unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { sums[c] = Pair::zero(); });
-    const auto feed = [&](int pair, const Pair& value, auto c) __attribute__((always_inline)) {
+    Ints sums[kBlock];
+    unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { sums[c] = Ints::zero(); });
+    const auto feed = [&](int pair, const Ints& value, auto c) __attribute__((always_inline)) {
       sums[c].feed(value, gains[pair * kGainBlock + c]);
     };
     for (int pair = d / 2 - 1; pair >= (first + kBlock) / 2; --pair) {
-      const Pair value = Pair::load(words + pair * kSealedRows);
+      const Ints value = Ints::load(words + pair * kSealedRows);
       unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { feed(pair, value, c); });
     }
     unrolled<kBlock / 2>([&](auto back) __attribute__((always_inline)) {
       constexpr int even = kBlock - 2 - 2 * back, odd = even + 1;
       const int pair = (first + even) / 2;
-      const Pair upper = rows.round(first + odd, sums[odd]);
-      feed(pair, Pair::join(Pair::zero(), upper), std::integral_constant<int, even>{});
-      const Pair both = Pair::join(rows.round(first + even, sums[even]), upper);
+      const Ints upper = rows.round(first + odd, sums[odd]);
+      feed(pair, Ints::join(Ints::zero(), upper), std::integral_constant<int, even>{});
+      const Ints both = Ints::join(rows.round(first + even, sums[even]), upper);
       both.store(words + pair * kSealedRows);
       unrolled<even>([&](auto c) __attribute__((always_inline)) { feed(pair, both, c); });
     });

@@ -218,7 +218,7 @@ struct Avx2 {
   static I word_dot(I acc, I x, I y) {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
   }
-  // The lower words of `low` and of `high`, the latter as upper words.
+  // Pairs of words of 16 bits: the lower word of `low`, and above it the lower word of `high`.
   static I word_pairs(I low, I high) {
     const auto half = [](__m256i x, __m256i y) { return _mm256_blend_epi16(x, _mm256_slli_epi32(y, 16), 0xAA); };
     return {half(low.a, high.a), half(low.b, high.b)};

@@ -175,7 +175,7 @@ struct Avx512 {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(y));
     return acc;
   }
-  // The lower words of `low` and of `high`, the latter as upper words.
+  // Pairs of words of 16 bits: the lower word of `low`, and above it the lower word of `high`.
   static I word_pairs(I low, I high) { return _mm512_mask_mov_epi16(low, 0xAAAAAAAA, _mm512_slli_epi32(high, 16)); }
   // Accumulators of a product with rows in lanes: vectors of rows, times words of a page.
   static constexpr int kLaneVectors = 4;

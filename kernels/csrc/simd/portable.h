@@ -182,7 +182,7 @@ struct Portable {
     const Signed low = ((a << 16) >> 16) * ((b << 16) >> 16), high = (a >> 16) * (b >> 16);
     return acc + std::bit_cast<I>(low) + std::bit_cast<I>(high);
   }
-  // The lower words of `low` and of `high`, the latter as upper words.
+  // Pairs of words of 16 bits: the lower word of `low`, and above it the lower word of `high`.
   static I word_pairs(I low, I high) { return (low & 0xFFFFu) | (high << 16); }
   // Accumulators of a product with rows in lanes: vectors of rows, times words of a page.
   static constexpr int kLaneVectors = 1;

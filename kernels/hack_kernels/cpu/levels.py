@@ -46,7 +46,7 @@ class LevelCpu(RestingCodes):
 
 def native_format(fmt: LevelFormat, feedback: Feedback | None) -> Any:
     """`fmt` for C++, with the feedback of a layer's seals."""
-    tensors = dict.fromkeys(("gains", "pair_gains", "weights")) if feedback is None else native_feedback(feedback)
+    gains, pair_gains, weights = (None, None, None) if feedback is None else native_feedback(feedback)
     return compiled().level_format(
         head_dim=fmt.head_dim,
         page_tokens=fmt.page_tokens,
@@ -55,14 +55,16 @@ def native_format(fmt: LevelFormat, feedback: Feedback | None) -> Any:
         narrow_scales=fmt.scales is Scales.FP8,
         sink=fmt.window.sink,
         recent=fmt.window.recent,
-        **tensors,
+        gains=gains,
+        pair_gains=pair_gains,
+        weights=weights,
     )
 
 
-def native_feedback(feedback: Feedback) -> dict[str, Tensor]:
-    """What C++ borrows and keeps alive, in the order of level_format.h: gains [heads, D/8, D, 8]; gains of pairs of
-    channels [heads, D/8, D/2, 8], two words of 16 bits each; weights [heads, D]."""
+def native_feedback(feedback: Feedback) -> tuple[Tensor, Tensor, Tensor]:
+    """Gains [heads, D/8, D, 8]; gains of pairs of channels [heads, D/8, D/2, 8], two words of 16 bits each; weights
+    [heads, D]. C++ borrows them in this order (level_format.h) and keeps them alive."""
     gains = feedback.gains.mT.unflatten(-1, (-1, GAIN_BLOCK)).transpose(1, 2).contiguous()
     words = (gains / GAIN_STEP).to(torch.int16).unflatten(2, (-1, 2)).movedim(3, -1)  # [heads, D/8, D/2, 8, 2]
     pair_gains = words.contiguous().view(torch.int32).squeeze(-1)
-    return {"gains": gains, "pair_gains": pair_gains, "weights": feedback.weights.contiguous()}
+    return gains, pair_gains, feedback.weights.contiguous()
