@@ -38,6 +38,9 @@ class DeadlinesConfig(Frozen):
     """Reading the request body; longer is a 408."""
     head_s: float = Field(default=10.0, gt=0)
     """From a connection's first moment, or a request's first byte, to the end of the request's headers."""
+    idle_s: float = Field(default=75.0, gt=0)
+    """Between two requests of a connection. Clients and proxies that keep connections for 60 s, as most do, close them
+    first; where the server is first, a request that is on its way gets no answer."""
     write_s: float = Field(default=60.0, gt=0)
     """How long a client may leave an answer that is ready for it untouched."""
     tokenize_s: float = Field(default=60.0, gt=0)
@@ -75,10 +78,10 @@ class LimitsConfig(Frozen):
     max_parsing: int = Field(default=256, gt=0)
     """Large bodies that wait for a process, at most half of them from one client; one more is a 429."""
     max_connections: int = Field(default=8192, gt=0)
-    """HTTP connections; one more is closed at once."""
+    """HTTP connections; one more is closed at once, unless another waits for its next request: that one is closed."""
     max_connections_per_address: int = Field(default=256, gt=0)
-    """HTTP connections of one client address (IPv6: of one /64 network) to one process; one more is a 429. Addresses in
-    `proxies` have no such limit."""
+    """HTTP connections of one client address (IPv6: of one /64 network) to one process; one more is a 429, unless one
+    of them waits for its next request: that one is closed. Addresses in `proxies` have no such limit."""
     max_prompt_tokens: int = Field(default=1 << 20, gt=0)
     """The fleet's own context length applies as well."""
     default_chat_tokens: int = Field(default=1024, gt=0)

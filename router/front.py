@@ -90,7 +90,8 @@ class Front:
 
     async def serve(self, http: socket.socket, stop: asyncio.Event) -> None:
         """Serve until `stop`, then finish what is in flight. Probes and new requests hear meanwhile that it stops."""
-        limits, waits = self._config.limits, Waits(self._config.deadlines.head_s, self._config.deadlines.write_s)
+        limits, deadlines = self._config.limits, self._config.deadlines
+        waits = Waits(deadlines.head_s, deadlines.write_s, deadlines.idle_s)
         census = Census(limits.max_connections, limits.max_connections_per_address, self._config.proxies)
         connections = partial(BoundedHttp, census, waits, self._served.metrics.refused)
         server = make_server(self._app, connections, self._config.proxies)

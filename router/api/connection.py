@@ -1,7 +1,8 @@
 """HTTP connections: uvicorn's protocol, with an end to every wait and a bound on everything that a peer can pile up.
 
 - A request's headers have a deadline, from the connection's first moment or the request's first byte.
-- Connections are counted, all of them and those of each address (`Census`).
+- Connections are counted, all of them and those of each address (`Census`). Where there are too many, those that wait
+  for a next request are closed first.
 - A read takes 64 KiB, and chunks have a least size on average, so that no read keeps the event loop busy.
 - A client that has sent its request may close its side and still gets its answer. One that has left altogether looks
   the same at first. So it is sent `100 Continue` now and then, or a comment within a stream of events. A client ignores
@@ -55,6 +56,10 @@ _REMEMBERED: Final = 4096
 Network = IPv4Network | IPv6Network
 
 
+HangUp = Callable[[], None]
+"""Closes a connection that waits for its next request."""
+
+
 class Census:
     """Connections now, by address."""
 
@@ -62,19 +67,31 @@ class Census:
         """See `LimitsConfig`. Connections from `proxies` count only towards `most`."""
         self._most, self._most_per_address, self._proxies = most, most_per_address, tuple(proxies)
         self._by_owner: Counter[str] = Counter()
+        self._idle: dict[HangUp, str] = {}
+        """Of connections between two requests, with their owners; the one that waits longest comes first."""
         self._owner = lru_cache(_REMEMBERED)(self._find_owner)
         self.total = 0
 
     def enter(self, address: str) -> HTTPError | None:
-        """Count a connection. Returns the reason to refuse it, if there is one; `leave` follows in any case."""
+        """Count a connection, for which another one is closed if that makes room. Returns the reason to refuse it, if
+        there is one; `leave` follows in any case."""
         owner = self._owner(address)
         self.total += 1
         self._by_owner[owner] += 1
-        if self.total > self._most:
-            return HTTPError(503, "too many connections", "too_many_connections")
         if owner and self._by_owner[owner] > self._most_per_address:
-            return HTTPError(429, f"too many connections from {owner}", "too_many_connections")
+            if not self._hang_up_one(lambda of: of == owner):
+                return HTTPError(429, f"too many connections from {owner}", "too_many_connections")
+        elif self.total > self._most and not self._hang_up_one(lambda _: True):
+            return HTTPError(503, "too many connections", "too_many_connections")
         return None
+
+    def rest(self, address: str, hang_up: HangUp) -> None:
+        """A connection waits for its next request."""
+        self._idle[hang_up] = self._owner(address)
+
+    def wake(self, hang_up: HangUp) -> None:
+        """A connection no longer waits."""
+        self._idle.pop(hang_up, None)
 
     def leave(self, address: str) -> None:
         """A connection is gone."""
@@ -83,6 +100,16 @@ class Census:
         self._by_owner[owner] -= 1
         if not self._by_owner[owner]:
             del self._by_owner[owner]
+
+    def _hang_up_one(self, may: Callable[[str], bool]) -> bool:
+        """Close the connection that has waited longest for a request, of those whose owner `may`. False: there is
+        none."""
+        for hang_up, owner in self._idle.items():
+            if may(owner):
+                del self._idle[hang_up]
+                hang_up()
+                return True
+        return False
 
     def _find_owner(self, address: str) -> str:
         """The owner of a connection's share: an address, or an IPv6 network, which one client owns. "": nobody."""
@@ -102,6 +129,7 @@ class Waits:
 
     head_s: float
     write_s: float
+    idle_s: float
 
 
 class _Requests(h11.Connection):
@@ -149,6 +177,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         self.app = self._noting_events
         self._streams_events = self._chunked = False
         self._census, self._waits, self._refused = census, waits, refused
+        self.timeout_keep_alive = waits.idle_s  # type: ignore[assignment]  # uvicorn's own setting has whole seconds
         self._address = ""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._deaf = False
@@ -168,6 +197,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         for name in tuple(self._timers):
             self._disarm(name)
+        self._census.wake(self.timeout_keep_alive_handler)
         self._census.leave(self._address)
         super().connection_lost(exc)
         self.app = self.config.loaded_app  # our own method would be a cycle, for the garbage collector to find
@@ -178,6 +208,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self._deaf:
             return
+        self._census.wake(self.timeout_keep_alive_handler)
         self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
         if self._deaf or self._has_request:
             self._disarm("head")
@@ -208,6 +239,8 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self._arm("linger", LINGER_S, self._half_close)
+        elif self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self._census.rest(self._address, self.timeout_keep_alive_handler)
 
     def send_400_response(self, msg: str) -> None:
         """The peer does not speak HTTP, or its headers are too long. It is told what h11 says, and not `msg`."""

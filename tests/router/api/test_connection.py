@@ -26,7 +26,7 @@ from tests.router.runs import until
 from tests.router.scripted import Cluster, Point
 
 DUAL = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-PATIENT = Waits(600.0, 600.0)
+PATIENT = Waits(600.0, 600.0, 600.0)
 
 
 @asynccontextmanager
@@ -92,6 +92,13 @@ def ids(answer: bytes) -> dict[str, str]:
     return found
 
 
+async def asked(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that has sent its first request."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REQUEST)
+    return reader, writer
+
+
 async def finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
     """All that the peer still sends."""
     data = await reader.read()
@@ -102,7 +109,7 @@ async def finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 @pytest.mark.parametrize("begun", [b"", b"G", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: "])
 async def test_a_head_that_does_not_come_is_a_408(cluster: Cluster, tokenizer: Tokenizer, begun: bytes) -> None:
-    async with listening(cluster, tokenizer, waits=Waits(0.05, 600)) as (port, refused):
+    async with listening(cluster, tokenizer, waits=Waits(0.05, 600, 600)) as (port, refused):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(begun)
         answer = await finish(reader, writer)
@@ -112,12 +119,40 @@ async def test_a_head_that_does_not_come_is_a_408(cluster: Cluster, tokenizer: T
 
 
 async def test_a_second_head_has_a_deadline_too(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    async with listening(cluster, tokenizer, waits=Waits(0.5, 600)) as (port, _):
+    async with listening(cluster, tokenizer, waits=Waits(0.5, 600, 600)) as (port, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(REQUEST)
         assert (await reader.readuntil(b"}}}")).startswith(b"HTTP/1.1 200")
         writer.write(b"GET /live HT")
         assert b"HTTP/1.1 408 " in await finish(reader, writer)
+
+
+async def test_a_connection_without_a_next_request_is_closed(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    async with listening(cluster, tokenizer, waits=Waits(600, 600, 0.05)) as (port, refused):
+        answer = await finish(*await asked(port))
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" not in answer
+        assert not refused
+
+
+@pytest.mark.parametrize("census", [Census(2, 100, ()), Census(100, 2, ())], ids=["all", "of an address"])
+async def test_the_connection_that_waits_longest_for_a_request_makes_room(
+    cluster: Cluster, tokenizer: Tokenizer, census: Census
+) -> None:
+    async with listening(cluster, tokenizer, census) as (port, refused):
+        first, second = [await asked(port) for _ in range(2)]
+        await first[0].readuntil(b"}}}")
+        await second[0].readuntil(b"}}}")
+        first[1].write(REQUEST)
+        await first[0].readuntil(b"}}}")  # so `second` has waited longer
+        third = await asked(port)
+        await third[0].readuntil(b"}}}")
+        assert await finish(*second) == b""
+        first[1].write(REQUEST)  # is still there
+        assert (await first[0].readuntil(b"}}}")).startswith(b"HTTP/1.1 200 ")
+        for one in (first, third):
+            one[1].close()
+        assert not refused
 
 
 async def test_connections_are_counted_by_address_but_not_those_of_proxies(
@@ -328,7 +363,7 @@ async def test_headers_that_cannot_be_taken_are_told_why(port: int, head: bytes,
 
 
 async def test_a_client_that_takes_nothing_is_given_up(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    async with listening(cluster, tokenizer, waits=Waits(600, 0.05)) as (port, _):
+    async with listening(cluster, tokenizer, waits=Waits(600, 0.05, 600)) as (port, _):
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)
