@@ -91,10 +91,10 @@ class Front:
     async def serve(self, http: socket.socket, stop: asyncio.Event) -> None:
         """Serve until `stop`, then finish what is in flight. Probes and new requests hear meanwhile that it stops."""
         limits, deadlines = self._config.limits, self._config.deadlines
-        waits = Waits(deadlines.head_s, deadlines.write_s, deadlines.idle_s)
+        waits = Waits(deadlines.head_s, deadlines.write_s)
         census = Census(limits.max_connections, limits.max_connections_per_address, self._config.proxies)
         connections = partial(BoundedHttp, census, waits, self._served.metrics.refused)
-        server = make_server(self._app, connections, self._config.proxies)
+        server = make_server(self._app, connections, self._config.proxies, deadlines.idle_s)
 
         async def stop_server() -> None:
             await stop.wait()
@@ -115,9 +115,10 @@ class Front:
 
 
 def make_server(
-    app: ASGIApp, connections: Callable[..., asyncio.Protocol], proxies: tuple[Network, ...]
+    app: ASGIApp, connections: Callable[..., asyncio.Protocol], proxies: tuple[Network, ...], idle_s: float
 ) -> uvicorn.Server:
-    """An HTTP server whose connections `connections` makes. Only `proxies` may say for which client they speak."""
+    """An HTTP server whose connections `connections` makes. Only `proxies` may say for which client they speak.
+    `idle_s`: how long a connection may wait for its next request."""
     config = uvicorn.Config(
         app,
         http=connections,  # type: ignore[arg-type]  # uvicorn calls it; it need not be a class
@@ -127,6 +128,7 @@ def make_server(
         access_log=False,
         lifespan="off",
         server_header=False,
+        timeout_keep_alive=idle_s,  # type: ignore[arg-type]  # goes to `call_later`, which takes fractions of a second
         timeout_graceful_shutdown=_LAST_BYTES_S,
         forwarded_allow_ips=[*map(str, proxies), *map(_mapped, proxies)],
     )

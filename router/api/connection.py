@@ -129,7 +129,6 @@ class Waits:
 
     head_s: float
     write_s: float
-    idle_s: float
 
 
 class _Requests(h11.Connection):
@@ -177,7 +176,6 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         self.app = self._noting_events
         self._streams_events = self._chunked = False
         self._census, self._waits, self._refused = census, waits, refused
-        self.timeout_keep_alive = waits.idle_s  # type: ignore[assignment]  # uvicorn's own setting has whole seconds
         self._address = ""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._deaf = False

@@ -1,4 +1,4 @@
-"""Connections over real sockets: slow heads, too many of them, half-closed clients, bodies that are refused midway."""
+"""Connections over real sockets: slow heads, half-closed clients, bodies that are refused midway."""
 
 from __future__ import annotations
 
@@ -7,52 +7,18 @@ import gc
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
-from ipaddress import ip_network
 
 import h11
 import pytest
 from anthropic.types.shared import ErrorResponse
 
 from hackkv.tokenizer import Tokenizer
-from router.api.app import build_app
-from router.api.connection import FREE_CHUNKS, BoundedHttp, Census, Network, Waits
-from router.api.served import ServedModel
-from router.front import make_server
-from tests.router.conftest import LIMITS, TwoWorkers, make_served, outside
+from router.api.connection import FREE_CHUNKS, Waits
+from tests.router.api.sockets import BODY, REQUEST, finish, head, ids, listening
+from tests.router.conftest import TwoWorkers, outside
 from tests.router.processes import joined
 from tests.router.runs import until
 from tests.router.scripted import Cluster, Point
-
-DUAL = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-PATIENT = Waits(600.0, 600.0, 600.0)
-
-
-@asynccontextmanager
-async def listening(
-    cluster: Cluster,
-    tokenizer: Tokenizer,
-    census: Census | None = None,
-    waits: Waits = PATIENT,
-    served: ServedModel | None = None,
-    proxies: tuple[Network, ...] = (),
-    dual: bool = False,
-) -> AsyncIterator[tuple[int, list[int]]]:
-    """The HTTP API on a port, of IPv6 too if `dual`. Yields the port and the statuses of refused connections."""
-    census = census or Census(100, 100, ())
-    refused: list[int] = []
-    app = build_app(served or make_served(cluster, tokenizer), max_body_bytes=1 << 16)
-    server = make_server(app, partial(BoundedHttp, census, waits, refused.append), proxies)
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    listener = socket.create_server(("::" if dual else "127.0.0.1", 0), family=family, dualstack_ipv6=dual)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield listener.getsockname()[1], refused
-    finally:
-        server.should_exit = True
-        await serving
-    assert census.total == 0
 
 
 @pytest.fixture(name="port", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["inside", "workers"])
@@ -71,45 +37,12 @@ async def open_port(
             await api.assert_idle()
 
 
-def head(length: int, *headers: str, path: str = "/v1/completions", version: str = "1.1") -> bytes:
-    """A request up to its body."""
-    lines = (f"POST {path} HTTP/{version}", "host: x", "content-type: application/json", *headers)
-    return "\r\n".join((*lines, f"content-length: {length}", "", "")).encode()
-
-
-BODY = json.dumps({"prompt": "x", "max_tokens": 3}).encode()
-REQUEST = head(len(BODY)) + BODY
-
-
 STREAMED = json.dumps({"prompt": "x", "max_tokens": 4, "stream": True}).encode()
-
-
-def ids(answer: bytes) -> dict[str, str]:
-    """The headers of an answer that carry the request's id. All have the same value."""
-    lines = [line.split(": ", 1) for line in answer.partition(b"\r\n\r\n")[0].decode().split("\r\n")[1:]]
-    found = {name: value for name, value in lines if name in ("x-request-id", "request-id")}
-    assert len(set(found.values())) == 1
-    return found
-
-
-async def asked(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection that has sent its first request."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(REQUEST)
-    return reader, writer
-
-
-async def finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """All that the peer still sends."""
-    data = await reader.read()
-    writer.close()
-    await writer.wait_closed()
-    return data
 
 
 @pytest.mark.parametrize("begun", [b"", b"G", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: "])
 async def test_a_head_that_does_not_come_is_a_408(cluster: Cluster, tokenizer: Tokenizer, begun: bytes) -> None:
-    async with listening(cluster, tokenizer, waits=Waits(0.05, 600, 600)) as (port, refused):
+    async with listening(cluster, tokenizer, waits=Waits(0.05, 600)) as (port, refused):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(begun)
         answer = await finish(reader, writer)
@@ -119,99 +52,12 @@ async def test_a_head_that_does_not_come_is_a_408(cluster: Cluster, tokenizer: T
 
 
 async def test_a_second_head_has_a_deadline_too(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    async with listening(cluster, tokenizer, waits=Waits(0.5, 600, 600)) as (port, _):
+    async with listening(cluster, tokenizer, waits=Waits(0.5, 600)) as (port, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(REQUEST)
         assert (await reader.readuntil(b"}}}")).startswith(b"HTTP/1.1 200")
         writer.write(b"GET /live HT")
         assert b"HTTP/1.1 408 " in await finish(reader, writer)
-
-
-async def test_a_connection_without_a_next_request_is_closed(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    async with listening(cluster, tokenizer, waits=Waits(600, 600, 0.05)) as (port, refused):
-        answer = await finish(*await asked(port))
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        assert b"connection: close" not in answer
-        assert not refused
-
-
-@pytest.mark.parametrize("census", [Census(2, 100, ()), Census(100, 2, ())], ids=["all", "of an address"])
-async def test_the_connection_that_waits_longest_for_a_request_makes_room(
-    cluster: Cluster, tokenizer: Tokenizer, census: Census
-) -> None:
-    async with listening(cluster, tokenizer, census) as (port, refused):
-        first, second = [await asked(port) for _ in range(2)]
-        await first[0].readuntil(b"}}}")
-        await second[0].readuntil(b"}}}")
-        first[1].write(REQUEST)
-        await first[0].readuntil(b"}}}")  # so `second` has waited longer
-        third = await asked(port)
-        await third[0].readuntil(b"}}}")
-        assert await finish(*second) == b""
-        first[1].write(REQUEST)  # is still there
-        assert (await first[0].readuntil(b"}}}")).startswith(b"HTTP/1.1 200 ")
-        for one in (first, third):
-            one[1].close()
-        assert not refused
-
-
-async def test_connections_are_counted_by_address_but_not_those_of_proxies(
-    cluster: Cluster, tokenizer: Tokenizer
-) -> None:
-    async with listening(cluster, tokenizer, Census(100, 1, ())) as (port, refused):
-        first = await asyncio.open_connection("127.0.0.1", port)
-        second = await asyncio.open_connection("127.0.0.1", port)
-        answer = await finish(*second)
-        assert answer.startswith(b"HTTP/1.1 429 ")
-        assert ids(answer)
-        body = answer.partition(b"\r\n\r\n")[2]
-        assert json.loads(body)["error"]["code"] == "too_many_connections"
-        # The client has not said which API it speaks. Clients of both can read this error.
-        assert ErrorResponse.model_validate_json(body).error.type == "rate_limit_error"
-        first[1].write(REQUEST)
-        assert (await first[0].readuntil(b"}}}")).startswith(b"HTTP/1.1 200")
-        assert refused == [429]
-        first[1].close()
-    census = Census(3, 1, (ip_network("127.0.0.0/8"), ip_network("::1/128")))
-    assert [census.enter(address) for address in ("127.0.0.1", "127.0.0.9", "::ffff:127.0.0.1")] == [None] * 3
-    full = census.enter("127.0.0.1")
-    assert full is not None
-    assert full.status == 503
-
-
-@pytest.mark.parametrize(("trusted", "dual"), [(True, False), (False, False), pytest.param(True, True, marks=DUAL)])
-async def test_only_a_proxy_may_say_whose_turn_it_is(
-    cluster: Cluster, tokenizer: Tokenizer, trusted: bool, dual: bool
-) -> None:
-    """Two clients of one proxy count as two: the bytes that one sends do not count against the other."""
-    size = 60_000
-    served = make_served(cluster, tokenizer, limits={**LIMITS, "max_buffered_bytes": 3 * size})
-    proxies = (ip_network("127.0.0.0/8"),) if trusted else ()
-
-    async def ask(port: int, address: str) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head(size, f"x-forwarded-for: {address}", "connection: close") + BODY.ljust(size))
-        return await finish(reader, writer)
-
-    async with listening(cluster, tokenizer, served=served, proxies=proxies, dual=dual) as (port, _):
-        _, slow = await asyncio.open_connection("127.0.0.1", port)
-        slow.write(head(size + 1, "x-forwarded-for: 192.0.2.1") + b" " * size)
-        await until(lambda: served.bodies.held == size)
-        assert (await ask(port, "192.0.2.1")).startswith(b"HTTP/1.1 429 ")  # more than half of all bytes
-        assert (await ask(port, "192.0.2.2")).startswith(b"HTTP/1.1 200 " if trusted else b"HTTP/1.1 429 ")
-        slow.close()
-        await until(lambda: not served.bodies.held)
-    await served.prompts.parsers.close()
-
-
-def test_one_ipv6_network_is_one_client() -> None:
-    census = Census(100, 1, ())
-    assert census.enter("2001:db8::1") is None
-    assert census.enter("2001:db8:0:1::1") is None
-    assert census.enter("2001:db8::2%eth0") is not None
-    for address in ("2001:db8::1", "2001:db8:0:1::1", "2001:db8::2%eth0"):
-        census.leave(address)
-    assert census.enter("2001:db8::2") is None
 
 
 async def test_a_half_closed_client_gets_its_answer(cluster: Cluster, port: int) -> None:
@@ -363,7 +209,7 @@ async def test_headers_that_cannot_be_taken_are_told_why(port: int, head: bytes,
 
 
 async def test_a_client_that_takes_nothing_is_given_up(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    async with listening(cluster, tokenizer, waits=Waits(600, 0.05, 600)) as (port, _):
+    async with listening(cluster, tokenizer, waits=Waits(600, 0.05)) as (port, _):
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)
