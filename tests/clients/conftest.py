@@ -58,12 +58,15 @@ Counted = Counter[tuple[int, int]]
 """(tokens in, tokens out) -> number of requests."""
 
 
-def served_to(base_url: str, folder: Path, tool: str, *arguments: str) -> Counted:
-    """Run a tool of this environment to its end in `folder`; count the requests that ended at the server meanwhile.
-    None of them may have failed."""
+def served_to(base_url: str, folder: Path, tool: str, *arguments: str, **environment: str) -> Counted:
+    """Run a tool of this virtual environment to its end in `folder`, with more variables in its environment. Count the
+    requests that ended at the server meanwhile. None of them may have failed."""
     before = _ended(base_url, 0)
     command = (str(Path(sys.executable).with_name(tool)), *arguments)
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TOOL_S, check=False)
+    variables = os.environ | environment
+    ran = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=TOOL_S, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     ended = _ended(base_url, max((one["seq"] for one in before), default=0))
     assert {one["outcome"] for one in ended} == {"length"}
