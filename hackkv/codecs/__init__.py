@@ -64,7 +64,7 @@ def make_evicting(name: str, shape: KvShape, backend: Backend, settings: dict[st
     codec.eviction, codec.lossless = Evicting(codec, retention), False
     if not selection.select.everything:
         with_bounds(codec, backend.device)
-        codec.selection = Selecting(selection, retention)
+        codec.selection = Selecting(selection, retention, codec.rows)
     return codec
 
 

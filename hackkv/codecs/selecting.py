@@ -1,11 +1,9 @@
 """Decode reads some of the pages that a sequence holds. Each KV head chooses its own (MPCache, arXiv 2501.06807, §4.3).
 
-A page is the paper's cluster. Eq. 2 scores it for a query q: Sim = Σ_d q_d (α r_max,d + (1 - α) r_min,d). Here r_max
-and r_min are the largest and the least value of each channel of the page's keys, and q is the sum of the query heads
-that share a KV head. Pages are chosen in two levels. If less than half of the pages is to be read, the better half of
-the pairs of pages stays. Of the pages that are left, those with the best scores are read. The first and the last page
-are always read, and so is the open one. With `pairs`, layers 2 and 3, 4 and 5 and so on read the same pages: the even
-layer chooses (§4.4).
+Pages are chosen by the bounds of their keys (`hack_kernels.page_selection`), in two levels: if less than half of the
+pages is to be read, the better half of the pairs of pages stays. Of the pages that are left, those with the best scores
+are read. The first and the last page are always read, and so is the open one. With `pairs`, layers 2 and 3, 4 and 5 and
+so on read the same pages: the even layer chooses (§4.4).
 
 Rows of prompts see all pages. Decode that leaves pages out makes other K and V of later rows. So a replay runs one row
 after the other, as decode did (`KvCodec.decodes_as_prefill`).
@@ -14,8 +12,9 @@ after the other, as decode did (`KvCodec.decodes_as_prefill`).
 from __future__ import annotations
 
 import torch
-from hack_kernels.base import Pool, Spans
+from hack_kernels.base import Pool, RowKernels, Spans
 from hack_kernels.bounded import LEAST, MOST, BoundedFormat, BoundedKernels
+from hack_kernels.page_selection import BoundedPages
 from pydantic import Field
 from torch import Tensor
 
@@ -51,9 +50,9 @@ def with_bounds(codec: PagedCodec, device: torch.device) -> None:
 class Selecting:
     """Implements `Selection` for pages with bounds."""
 
-    def __init__(self, settings: SelectionSettings, retention: Retention) -> None:
-        """`retention` says which layers choose."""
-        self._settings, self._retention = settings, retention
+    def __init__(self, settings: SelectionSettings, retention: Retention, rows: RowKernels) -> None:
+        """`retention` says which layers choose, and `rows` has the operation that does."""
+        self._settings, self._retention, self._rows = settings, retention, rows
 
     def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
         """The pages that q [B, Hq, D] read, in their order."""
@@ -71,41 +70,15 @@ class Selecting:
         return batch.device.type == "cpu" and all(span.held < few for span in batch.spans)
 
     def _choose(self, pool: Pool, batch: Batch, q: Tensor) -> Spans:
-        where, alpha = batch.where, self._settings.alpha
-        queries = q.double().unflatten(1, (pool.num_kv_heads, -1)).sum(2)[:, :, None]  # [B, Hkv, 1, D]
-        sealed = (where.starts // batch.page_tokens)[:, None, None]
+        where, sealed = batch.where, batch.where.starts // batch.page_tokens
         counts = self._counts(sealed)
-        at = torch.arange(where.table.shape[1], device=q.device)
-        held = at < sealed  # [B, 1, P]
-        bounds = [pool.planes[name][where.table].transpose(1, 2).double() for name in (LEAST, MOST)]  # [B, Hkv, P, D]
-        alike = (queries * (alpha * bounds[1] + (1 - alpha) * bounds[0])).sum(-1)
-        dropped = None
-        if self._settings.select.percent < 50:
-            least, most = (
-                bound.masked_fill(~held[..., None], edge).unflatten(2, (-1, 2))
-                for bound, edge in zip(bounds, (torch.inf, -torch.inf), strict=True)
-            )
-            pairs = (queries * (alpha * most.amax(3) + (1 - alpha) * least.amin(3))).sum(-1)
-            number = (sealed + 1) // 2
-            dropped = (_rank(pairs, number) >= ((number + 1) // 2).clamp(min=2)).repeat_interleave(2, -1)
-        chosen = _rank(alike, sealed, dropped) < counts
-        order = at.where(chosen, at + len(at)).argsort(-1)
-        table = where.table[:, None].expand_as(order).gather(-1, order)
-        return some_pages(where, batch.page_tokens, table, counts[:, 0, 0])
+        pages = BoundedPages(pool.planes[LEAST], pool.planes[MOST], where.table, sealed)
+        halve = self._settings.select.percent < 50
+        table = self._rows.select_pages(q, pages, counts, self._settings.alpha, halve=halve)
+        return some_pages(where, batch.page_tokens, table, counts)
 
     def _counts(self, sealed: Tensor) -> Tensor:
         """The number of `sealed` pages that are read."""
         share = self._settings.select
         wanted = (sealed * share.percent / 100).ceil().long() + share.rows
         return torch.minimum(sealed, wanted.clamp(min=self._settings.least))
-
-
-def _rank(alike: Tensor, number: Tensor, dropped: Tensor | None = None) -> Tensor:
-    """The rank of each of the first `number` [B, 1, 1] pages or pairs, by descending `alike` [B, Hkv, P]. The first and
-    the last rank before all others, and those that are `dropped` [B, Hkv, P] after all others."""
-    at = torch.arange(alike.shape[-1], device=alike.device)
-    ends = (at == 0) | (at == number - 1)
-    order = alike.masked_fill(ends, torch.inf).argsort(dim=-1, descending=True, stable=True)
-    late = (at >= number).long() * 2
-    late = late.expand_as(alike) if dropped is None else late + dropped
-    return order.gather(-1, late.gather(-1, order).argsort(dim=-1, stable=True)).argsort(-1)

@@ -114,30 +114,6 @@ void gate(const Kernels& kernels, nb::handle x, nb::handle out) {
   });
 }
 
-// Adds the votes of queries q [Hkv, n G, D], in units of log2, for keys [Hkv, T, D] to votes [parts, Hkv, T]. Rows of q
-// are G to a row of the sequence, from row `first` on.
-void count_votes(const Kernels& kernels, nb::handle q, nb::handle keys, std::int64_t first, int group,
-                 nb::handle votes) {
-  const Array queries(q, "q"), seen(keys, "keys"), counts(votes, "votes");
-  const std::size_t heads = queries.shape(0), rows = queries.shape(1), d = queries.shape(2);
-  const std::size_t total = seen.shape(1), parts = counts.shape(0);
-  expect_shape(seen, {heads, total, d});
-  expect_shape(counts, {parts, heads, total});
-  if (group < 1 || rows % std::size_t(group) || first < 0) refuse("rows of q are no multiple of group, or first is negative");
-  if (std::size_t(first) + rows / std::size_t(group) > total) refuse("q has rows past the last key");
-  const VoteCall call{elements<const float>(queries, Type::kFloat, heads * rows * d),
-                      elements<const float>(seen, Type::kFloat, heads * total * d),
-                      elements<std::int64_t>(counts, Type::kLong, parts * heads * total),
-                      std::int64_t(parts),
-                      std::int64_t(heads),
-                      std::int64_t(rows),
-                      std::int64_t(total),
-                      first,
-                      group,
-                      int(d)};
-  perform([=, &kernels] { hack::count_votes(kernels.engine().operations, kernels.threads(), call); });
-}
-
 // Rows of x [T, k] times rows of weight [n, k], plus bias [n] unless it is None, to out [T, n].
 void product(const Kernels& kernels, nb::handle x, nb::handle weight, nb::handle bias, nb::handle out) {
   const RowArray rows(x, "x"), to(out, "out");
@@ -319,7 +295,6 @@ void bind_rows(nb::class_<Kernels>& kernels) {
       .def("rotate", bound::rotate)
       .def("norm", bound::norm, "x"_a, "more"_a.none(), "weight"_a, "epsilon"_a, "out"_a)
       .def("gate", bound::gate)
-      .def("count_votes", bound::count_votes)
       .def("product", bound::product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
       .def("block_product", bound::block_product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
       .def("finish_layer", bound::finish_layer)

@@ -41,6 +41,7 @@ NB_MODULE(_cpu, m) {
   bind_formats(m);
   bind_pages(kernels);
   bind_rows(kernels);
+  bind_evictions(kernels);
   bind_choices(m, kernels);
   bind_programs(m);
   bind_rans(m);

@@ -79,6 +79,7 @@ Window make_window(int sink, int recent);
 void bind_formats(nb::module_& m);
 void bind_pages(nb::class_<Kernels>& kernels);
 void bind_rows(nb::class_<Kernels>& kernels);
+void bind_evictions(nb::class_<Kernels>& kernels);
 void bind_choices(nb::module_& m, nb::class_<Kernels>& kernels);
 void bind_programs(nb::module_& m);
 void bind_rans(nb::module_& m);

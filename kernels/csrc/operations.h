@@ -11,6 +11,7 @@
 #include "hack_pages.h"
 #include "head_turn.h"
 #include "huffman_pages.h"
+#include "key_bounds.h"
 #include "level_pages.h"
 #include "nuq_pages.h"
 #include "rows.h"
@@ -50,7 +51,7 @@ constexpr RowOperations row_operations_of() {
 
 template <class S>
 constexpr Operations operations_of() {
-  Operations all{S::name, {}, merge<S>, vote_row<S>, {}};
+  Operations all{S::name, {}, merge<S>, vote_row<S>, score_bounds<S>, {}};
   all.pages[int(Kind::kHack)] = hack_operations<S>();
   all.pages[int(Kind::kRows)] = rows_operations<S>();
   all.pages[int(Kind::kLevels)] = level_operations<S>();

@@ -57,6 +57,28 @@ struct VoteCall {
 };
 
 void count_votes(const Operations& operations, int threads, const VoteCall& call);
+
+// A call of `select_pages`. Of the `sealed` first pages of tables [batch, width], every KV head lists `counts` first in
+// out [batch, heads, width], and then the others, each in the order of the table. Bounds of a pool's pages are rows
+// [heads, D]. q [batch, heads · group, D].
+struct SelectCall {
+  const float* q;
+  Strips least;
+  Strips most;
+  const std::int64_t* tables;
+  const std::int64_t* sealed;
+  const std::int64_t* counts;
+  std::int64_t* out;
+  std::int64_t batch;
+  std::int64_t heads;
+  std::int64_t width;
+  int group;
+  int head_dim;
+  float alpha;
+  bool halve;  // pages of the worse half of the pairs come last
+};
+
+void select_pages(const Operations& operations, int threads, const SelectCall& call);
 // x [count, k] times w [outputs, k], contiguous, plus bias [outputs] unless it is null, to out [count, outputs].
 void product(const RowOperations& operations, int threads, const Strips& x, int k, const std::byte* w,
              const std::byte* bias, std::int64_t outputs, const Strips& out);

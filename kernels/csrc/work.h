@@ -271,6 +271,12 @@ struct PageOperations {
                std::byte* scratch) = nullptr;
 };
 
+// Bounds [D] of the keys of two pages that count as one; both are the same page if it counts alone.
+struct KeyBounds {
+  const std::uint16_t* least[2];
+  const std::uint16_t* most[2];
+};
+
 // One instruction set. Rivals of the lab have one kind of page and no operations on rows.
 struct Operations {
   std::string_view name;
@@ -278,6 +284,7 @@ struct Operations {
   void (*merge)(const PageFormat&, const MergeItem&);
   // Adds the votes of one query to votes [seen]; scores [whole vectors] are overwritten.
   void (*vote)(float* scores, std::int64_t seen, std::int64_t* votes);
+  float (*score_bounds)(const float* q_most, const float* q_least, const KeyBounds&, int head_dim);
   RowOperations rows[3];  // by Dtype
 };
 

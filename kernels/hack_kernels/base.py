@@ -23,6 +23,7 @@ from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight
 from hack_kernels.choosing import ChoiceKernels
 from hack_kernels.compiler import Compiler
 from hack_kernels.head_rotations import HeadRotations
+from hack_kernels.page_selection import PageSelectKernels
 from hack_kernels.recorder import Recorder
 from hack_kernels.voting import VoteKernels
 from hack_kernels.window import OWN_PAGE_ONLY, Window
@@ -151,7 +152,7 @@ class Rows:
     """[T, Hkv, D] float16, or None with `k`."""
 
 
-class RowKernels(ChoiceKernels, VoteKernels, Protocol):
+class RowKernels(ChoiceKernels, VoteKernels, PageSelectKernels, Protocol):
     """Operations of a model on rows; `hack_kernels.rowwise` is the definition.
 
     Rows are float32, float16 or bfloat16. Arithmetic is float32. A row's result does not depend on the rows beside it,
@@ -227,8 +228,7 @@ class RowKernels(ChoiceKernels, VoteKernels, Protocol):
     def append(self, pool: Pool, spans: Spans, k: Tensor, v: Tensor, faulty: Tensor) -> None:
         """Round one row per sequence, k, v [B, Hkv, D], to FP16 and write it to its place in its slot.
 
-        A row with a value that is not finite in FP16 is not written; its entry of `faulty` [B] bool is set instead. The
-        call does not wait for the device.
+        A row that is not finite in FP16 is not written, but sets its `faulty` [B] bool. Does not wait for the device.
         """
         ...
 

@@ -17,11 +17,12 @@ from hack_kernels.base import Pool, Spans
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight, rounded_rows
 from hack_kernels.choosing import ChoiceInput, ChoiceRules, Chooser, ChosenIds, NumpyChooser, Scores, choose, score
 from hack_kernels.head_rotations import HeadRotations
+from hack_kernels.page_selection import PageSelecting
 from hack_kernels.recorder import Recorder
 from hack_kernels.voting import Voting
 
 
-class Rowwise(Voting):
+class Rowwise(Voting, PageSelecting):
     """Implements `RowKernels` on any device; `RowKernels` describes the arguments."""
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

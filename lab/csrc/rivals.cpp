@@ -8,7 +8,7 @@ namespace {
 // Attends to pages of one kind, with as much scratch memory and as many threads
 // as the kind has without a rival.
 Operations rival(std::string_view name, Kind kind, Attend* attend, std::int64_t alone_work) {
-  Operations operations{name, {}, merge<V512>, nullptr, {}};
+  Operations operations{name, {}, merge<V512>, nullptr, nullptr, {}};
   PageOperations& pages = operations.pages[int(kind)];
   pages.attend = attend;
   pages.scratch_bytes = rows_scratch_bytes<V512>;

@@ -16,6 +16,7 @@ from hack_kernels.choosing import ChoiceInput, ChoiceRules, Chooser, Scores
 from hack_kernels.cpu.extension import compiled
 from hack_kernels.cpu.recorder import CpuRecorder
 from hack_kernels.head_rotations import HeadRotations
+from hack_kernels.page_selection import BoundedPages
 from hack_kernels.recorder import Recorder
 from hack_kernels.rowwise import Rowwise
 
@@ -111,6 +112,16 @@ class RowwiseCpu(Rowwise):
         found = torch.zeros(self._native.threads, heads, total, dtype=torch.int64)
         self._native.count_votes(queries, keys.float().contiguous(), first, group, found)
         return found.sum(0)
+
+    def select_pages(self, q: Tensor, pages: BoundedPages, counts: Tensor, alpha: float, *, halve: bool) -> Tensor:
+        """One C++ call; heads are divided among threads."""
+        if q.shape[-1] % 16:
+            return super().select_pages(q, pages, counts, alpha, halve=halve)
+        table = pages.table.new_empty(q.shape[0], pages.least.shape[1], pages.table.shape[1])
+        bounds = (pages.least, pages.most)
+        where = (pages.table.contiguous(), pages.sealed, counts)
+        self._native.select_pages(q.float().contiguous(), *bounds, *where, alpha, halve, table)
+        return table
 
     def new_chooser(self, rules: ChoiceRules, prompt_ids: Sequence[int]) -> Chooser:
         """A C++ object with the rules and the ids that they need."""
