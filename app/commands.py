@@ -198,9 +198,10 @@ def bench_plot(context: typer.Context) -> None:
 
 
 def _become(module: str, arguments: list[str], *needed: str) -> None:
-    """Turn this process into `python -m module`. Fails if one of the packages in `needed` is not installed."""
+    """Turn this process into `python -m module` in the environment of a role. Fails if one of the packages in `needed`
+    is not installed."""
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         print(f"hackkv: {', '.join(missing)} not installed: pip install 'hackkv[eval]'", file=sys.stderr)
         raise typer.Exit(2)
-    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
+    os.execve(sys.executable, [sys.executable, "-P", "-m", module, *arguments], {**ENVIRONMENT, **os.environ})

@@ -16,4 +16,4 @@ ENVIRONMENT: Final = {
     # numpy's threads would start when it is imported, and a fork server must have none. Nodes compute with torch.
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""Variables of every role, unless the environment sets them. Libraries read them when they are loaded."""
+"""Variables of every process that computes, unless the environment sets them. Libraries read them when they load."""

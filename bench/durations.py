@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
+from bench.environment import as_a_role
 from bench.passes import Passes, median_s
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import DEFAULT_CODEC
@@ -85,4 +86,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    as_a_role()
     sys.exit(main())

@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from bench.environment import as_a_role
 from hackkv.batch import Span
 from hackkv.codec import rows_held
 from hackkv.config import CodecConfig, ModelConfig
@@ -81,4 +82,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    as_a_role()
     sys.exit(main())

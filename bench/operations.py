@@ -22,6 +22,7 @@ from unittest.mock import patch
 from hack_kernels.block_weight import BlockWeight
 
 from bench.cluster import load_note
+from bench.environment import as_a_role
 from bench.passes import Passes
 from bench.sections import write_section
 from hackkv.codecs.paged import PagedCodec
@@ -134,4 +135,5 @@ def _label(name: str, args: tuple[Any, ...]) -> str:
 
 
 if __name__ == "__main__":
+    as_a_role()
     main()

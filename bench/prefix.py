@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from bench.cluster import TINY, load_note
+from bench.environment import as_a_role
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.tiny import write_tiny
 from hackkv.model.worker import load_worker
@@ -155,4 +156,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    as_a_role()
     main()

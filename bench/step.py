@@ -35,6 +35,7 @@ from hack_kernels.recorder import Recorder
 from torch.autograd.profiler import profile, record_function
 
 from bench.cluster import load_note
+from bench.environment import as_a_role
 from bench.sections import write_section
 from decode_node.engine import DecodeEngine, Outcome, Sequence, StepPart
 from decode_node.kept_rows import KeptRows
@@ -294,4 +295,5 @@ def section(worker: Worker, found: list[dict[str, Any]], command: str = "python 
 
 
 if __name__ == "__main__":
+    as_a_role()
     main()

@@ -75,6 +75,8 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
     yield begin
     for context in contexts:
+        for page in context.pages:
+            page.unroute_all(behavior="wait")  # else an answer on its way would be an error of the next test
         context.close()
     for url, seen, may_complain in watched:
         assert {address for address in seen.addresses if not address.startswith(f"{url}/")} == set()
