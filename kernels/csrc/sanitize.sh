@@ -24,5 +24,5 @@ done
 # The interpreter is not sanitized: the runtimes are preloaded, and its own leaks are not ours to count.
 export LD_PRELOAD="$(g++ -print-file-name=libasan.so):$(g++ -print-file-name=libubsan.so):$(g++ -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
-if [ $# -eq 0 ]; then set -- tests/hack_kernels/cpu tests/hack_kernels/test_{rows,rowwise,head_rotations,choosing,voting,window,block_weight}.py tests/lab/test_rivals.py tests/test_rans_form.py; fi
+if [ $# -eq 0 ]; then set -- tests/hack_kernels/cpu tests/hack_kernels/test_{rows,rowwise,head_rotations,choosing,voting,page_selection,window,block_weight}.py tests/lab/test_rivals.py tests/test_rans_form.py; fi
 "$python" -m pytest -q -p no:cacheprovider -n auto --dist loadfile ${SLICE:+--slice "$SLICE"} "$@"
