@@ -14,5 +14,6 @@ def as_a_role() -> None:
     Libraries read them when they are loaded, so this comes before anything is computed. Without them torch's idle
     threads spin: on two cores a prompt then takes a fifth longer, since torch's operators and C++ take turns.
     """
-    if missing := {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **missing})
+    wanted = {**ENVIRONMENT, **os.environ}
+    if wanted != os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], wanted)

@@ -38,9 +38,10 @@ class DeadlinesConfig(Frozen):
     """Reading the request body; longer is a 408."""
     head_s: float = Field(default=10.0, gt=0)
     """From a connection's first moment, or a request's first byte, to the end of the request's headers."""
-    idle_s: float = Field(default=75.0, gt=0)
-    """Between two requests of a connection. Clients and proxies that keep connections for 60 s, as most do, close them
-    first; where the server is first, a request that is on its way gets no answer."""
+    idle_s: float = Field(default=100.0, gt=0)
+    """Between two requests of a connection. Those who keep connections should close them first: httpx does after 5 s,
+    nginx and AWS's load balancers after 60, Go after 90. If the server is first, a request on its way gets no answer.
+    """
     write_s: float = Field(default=60.0, gt=0)
     """How long a client may leave an answer that is ready for it untouched."""
     tokenize_s: float = Field(default=60.0, gt=0)

@@ -71,7 +71,7 @@ void select(const Operations& operations, const SelectCall& call, std::int64_t b
     const std::int64_t pairs = (number + 1) / 2, better = std::max(kLeastPairs, (pairs + 1) / 2);
     for (std::int64_t i = 0; i < pairs; ++i) choice.scores[i] = score(2 * i, std::min(2 * i + 1, number - 1));
     choice.choose(pairs, std::min(better, pairs));
-    for (std::int64_t i = number - 1; i >= 0; --i) choice.late[i] = !choice.chosen[i / 2];
+    for (std::int64_t i = 0; i < number; ++i) choice.late[i] = !choice.chosen[i / 2];
   }
   for (std::int64_t i = 0; i < number; ++i) choice.scores[i] = score(i, i);
   choice.choose(number, count);

@@ -228,7 +228,7 @@ class RowKernels(ChoiceKernels, VoteKernels, PageSelectKernels, Protocol):
     def append(self, pool: Pool, spans: Spans, k: Tensor, v: Tensor, faulty: Tensor) -> None:
         """Round one row per sequence, k, v [B, Hkv, D], to FP16 and write it to its place in its slot.
 
-        A row that is not finite in FP16 is not written, but sets its `faulty` [B] bool. Does not wait for the device.
+        A row that is not finite in FP16 sets its `faulty` [B] bool instead. The call does not wait for the device.
         """
         ...
 

@@ -68,25 +68,25 @@ class Census:
         self._most, self._most_per_address, self._proxies = most, most_per_address, tuple(proxies)
         self._by_owner: Counter[str] = Counter()
         self._idle: dict[HangUp, str] = {}
-        """Of connections between two requests, with their owners; the one that waits longest comes first."""
+        """The connections between two requests, and their owners. The one that has waited longest comes first."""
         self._owner = lru_cache(_REMEMBERED)(self._find_owner)
         self.total = 0
 
     def enter(self, address: str) -> HTTPError | None:
-        """Count a connection, for which another one is closed if that makes room. Returns the reason to refuse it, if
-        there is one; `leave` follows in any case."""
+        """Count a connection. If there are too many, one that waits is closed for it. Returns the reason to refuse it,
+        if there is one; `leave` follows in any case."""
         owner = self._owner(address)
         self.total += 1
         self._by_owner[owner] += 1
         if owner and self._by_owner[owner] > self._most_per_address:
-            if not self._hang_up_one(lambda of: of == owner):
+            if not self._hang_up_one(owner):
                 return HTTPError(429, f"too many connections from {owner}", "too_many_connections")
-        elif self.total > self._most and not self._hang_up_one(lambda _: True):
+        elif self.total > self._most and not self._hang_up_one(None):
             return HTTPError(503, "too many connections", "too_many_connections")
         return None
 
     def rest(self, address: str, hang_up: HangUp) -> None:
-        """A connection waits for its next request."""
+        """A connection waits for its next request, and may be hung up on."""
         self._idle[hang_up] = self._owner(address)
 
     def wake(self, hang_up: HangUp) -> None:
@@ -101,11 +101,11 @@ class Census:
         if not self._by_owner[owner]:
             del self._by_owner[owner]
 
-    def _hang_up_one(self, may: Callable[[str], bool]) -> bool:
-        """Close the connection that has waited longest for a request, of those whose owner `may`. False: there is
-        none."""
+    def _hang_up_one(self, of: str | None) -> bool:
+        """Close the connection that has waited longest for a request, of one owner or (None) of all. False: none
+        waits."""
         for hang_up, owner in self._idle.items():
-            if may(owner):
+            if of in (None, owner):
                 del self._idle[hang_up]
                 hang_up()
                 return True

@@ -82,6 +82,21 @@ def test_the_best_of_the_better_pairs_are_read(isa: str) -> None:
     assert read(6, halve=True) == [0, 1, 4, 5, 10, 11]
 
 
+def test_every_instruction_set_and_number_of_threads_selects_the_same() -> None:
+    """Pages hold the same numbers in other channels, so that scores differ by the rounding of sums alone."""
+    draw = torch.Generator().manual_seed(7)
+    numbers = torch.randn(64, generator=draw)
+    shuffled = [numbers[torch.randperm(64, generator=draw)] for _ in range(60 * HEADS)]
+    keys = torch.stack(shuffled).half().view(60, HEADS, 64)
+    pages = BoundedPages(keys, keys, torch.arange(60)[None], torch.tensor([60]))
+    q, counts = torch.full((1, HEADS * GROUP, 64), 0.3), torch.tensor([20])
+    for halve in (False, True):
+        each = [
+            kernels(isa, threads).select_pages(q, pages, counts, 0.6, halve=halve) for isa in ISAS for threads in (1, 2)
+        ]
+        assert all(torch.equal(one, each[0]) for one in each)
+
+
 @every_isa
 def test_parts_of_a_pool_and_odd_widths_are_read_too(isa: str) -> None:
     q, pages = example(3, [20, 9])
